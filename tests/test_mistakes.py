@@ -205,7 +205,7 @@ MODULES: list[Row] = [
         "a file of NumPy",
         lambda t: read_back(savez, t),
         ValueError,
-        r"np.savez; np.load\(path\) is a source: saving.plan\(np",
+        r"np.savez; use np.load\(path\) as source: saving.plan\(np",
     ),
     ("save(model, path)", lambda t: saving.save(t.model, "a.safetensors"), TypeError, r"first: saving.save\(path, mod"),
     ("load(model, path)", lambda t: saving.load(t.model, "a.safetensors"), TypeError, r"saving.load\(path, like\)"),
@@ -245,7 +245,7 @@ MODULES: list[Row] = [
         "step over models",
         lambda t: sharding.make_step(loss, t.tx, t.plan),
         ValueError,
-        "pass what is within it, such as op",
+        "pass the optimiser inside it, such as op",
     ),
     (
         "step(tx, loss)",

@@ -216,14 +216,14 @@ def test_it_lies_over_devices(name, kind, takes, in_plans):
 
 def test_what_it_cannot_be_over_devices(in_plans):
     mesh = mesh_of()
-    with pytest.raises(ValueError, match=r"'\*\*': \"owned\" is of rows of stacks; .* or \"split\" in a dtypes"):
+    with pytest.raises(ValueError, match=r"'\*\*': \"owned\" is for rows of stacks; .* or \"split\" in a dtypes"):
         sharding.plan(LAYOUT, mesh, {"**": "owned"}, form="dtypes")
-    with pytest.raises(ValueError, match=r"one vector lies in one way, but 'layers\.0\.b' is 'whole'"):
+    with pytest.raises(ValueError, match=r"all parts of a vector need the same rule, but 'layers\.0\.b' has 'whole'"):
         sharding.plan(LAYOUT, mesh, {"layers.0": "whole", "**": "split"}, form="dtypes")
     # Each vector may lie in a way of its own.
     plan = sharding.plan(LAYOUT, mesh, {"**.b": "whole", "**": "split"}, form="dtypes")
     assert {name: each.spec for name, each in plan.params.items()} == {"bfloat16": P(), "float32": P("data")}
-    with pytest.raises(ValueError, match=r'take form="stacks" with optim\.per_leaf, or form="tree"'):
+    with pytest.raises(ValueError, match=r'use form="stacks" with optim\.per_leaf, or form="tree"'):
         sharding.make_step(loss, optax.lamb(1e-2), plan)
     with pytest.raises(ValueError, match='form must be "tree", "vector", "stacks" or "dtypes", got \'dtype\''):
         sharding.plan(LAYOUT, mesh, {"**": "split"}, form="dtype")

@@ -132,13 +132,13 @@ MADE_UP = {
     "two objects": (b"{}{}", None, "its header is no JSON"),
     "deep lists": (b"[" * 200_000, None, "its header is no JSON"),
     "deep objects": (b'{"a":' * 200_000, None, "its header is no JSON"),
-    "deep in an entry": (b'{"w":' + b"[" * 900 + b"]" * 900 + b"}", None, "its entry 'w' is not of a dtype, a shape"),
-    "one name twice": (b'{"w":{"dtype":"F32","dtype":"F32"}}', None, "a name stands twice"),
-    "metadata of a number": ({"__metadata__": {"a": 1}}, None, "its metadata are not text by text"),
-    "metadata null": ({"__metadata__": None}, None, "its metadata are not text by text"),
-    "an entry that is a number": ({"w": 1}, None, "its entry 'w' is not of a dtype, a shape and two offsets"),
-    "an entry without a shape": ({"w": {"dtype": "F32"}}, None, "its entry 'w' is not of a dtype, a shape and two"),
-    "an entry with more": ({"w": entry() | {"code": "x"}}, None, "its entry 'w' is not of a dtype, a shape and two"),
+    "deep in an entry": (b'{"w":' + b"[" * 900 + b"]" * 900 + b"}", None, "its entry 'w' is not a dtype, a shape"),
+    "one name twice": (b'{"w":{"dtype":"F32","dtype":"F32"}}', None, "a name occurs twice"),
+    "metadata of a number": ({"__metadata__": {"a": 1}}, None, "its metadata are not a dictionary of texts"),
+    "metadata null": ({"__metadata__": None}, None, "its metadata are not a dictionary of texts"),
+    "an entry that is a number": ({"w": 1}, None, "its entry 'w' is not a dtype, a shape and two offsets"),
+    "an entry without a shape": ({"w": {"dtype": "F32"}}, None, "its entry 'w' is not a dtype, a shape and two"),
+    "an entry with more": ({"w": entry() | {"code": "x"}}, None, "its entry 'w' is not a dtype, a shape and two"),
     "an unknown dtype": ({"w": entry("F7")}, None, "'w' is of the dtype 'F7', which is none of BOOL, "),
     "a dtype that is a list": ({"w": entry(["F32"])}, None, r"'w' is of the dtype \['F32'\], which is none of BOOL"),
     "a shape that is a number": ({"w": entry(shape=1)}, None, "the shape of 'w' is no list of"),
@@ -306,10 +306,10 @@ def test_words_that_lie(path, like, good, case):
 
 def test_a_newer_version_is_named(path, like, good):
     lying(path, good, lambda words: words.update(version=2))
-    assert "is of version 2 of the format of treeparams.saving" in refused(path, lambda: saving.load(path, like))
+    assert "has version 2 of the format of treeparams.saving" in refused(path, lambda: saving.load(path, like))
     # Whatever else it says: a newer version may say it otherwise.
     lying(path, good, lambda words: json.dumps({"version": 3, "other": 1}))
-    assert "is of version 3" in refused(path, lambda: saving.load(path, like))
+    assert "has version 3" in refused(path, lambda: saving.load(path, like))
 
 
 _JSON = st.recursive(

@@ -110,7 +110,7 @@ def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, mon
         "'layers.0.bias' is in the file and not in the tree; nearest: 'layers.0.bais'",
         "'n' is float32[2] in the tree, int32[2] in the file",
         "'new.deep' is in the tree and not in the file",
-        "the file also holds 'old', which the tree has not",
+        "the file also has 'old', which the tree lacks",
         "'rate' is float in the tree, an array float32[1] in the file",
     ):
         assert line in str(error.value)
@@ -218,18 +218,18 @@ def test_an_abstract_alias_has_to_fit_too(path):
 
 def test_a_part_of_a_file(path):
     saving.save(path, {"a.b": {"w": ramp(2)}})
-    with pytest.raises(ValueError, match=r"""the file holds such a tree below '"a\.b"': load into"""):
+    with pytest.raises(ValueError, match=r"""the file has such a tree below '"a\.b"': load into"""):
         saving.load(path, {"w": ramp(2)})
     alone = saving.names(path, '"a.b"')
     assert_same(saving.plan(alone, {"w": ramp(2) + 1})(alone), {"w": ramp(2)})
     saving.save(path, {"model": {"w": ramp(2)}, "average": {"w": ramp(2)}})
-    with pytest.raises(ValueError, match="the file holds such a tree below 'average', 'model': load into"):
+    with pytest.raises(ValueError, match="the file has such a tree below 'average', 'model': load into"):
         saving.load(path, {"w": ramp(2)})
-    with pytest.raises(ValueError, match="the file also holds 'average', which the tree has not; to take a part"):
+    with pytest.raises(ValueError, match="the file also has 'average', which the tree lacks; to load a part"):
         saving.load(path, {"model": {"w": ramp(2)}})
     with pytest.raises(
-        ValueError, match="the source holds such a model below 'average', 'model'; take one alone: names"
+        ValueError, match="the source has such a model below 'average', 'model'; to load one, write names"
     ):
         saving.plan(path, {"w": ramp(2)})
-    with pytest.raises(TypeError, match="'' is a mapping and no pytree, so none of its arrays would be saved"):
+    with pytest.raises(TypeError, match="'' is a mapping and not a pytree, so none of its arrays would be saved"):
         saving.save(path, saving.names(path))

@@ -161,7 +161,9 @@ def test_what_is_no_mover_is_refused_for_averages_alone(function):
     target = {"w": jnp.zeros(jax.eval_shape(function, values["w"]).shape)}
     plan = saving.plan(values, target, transform={"w": function})
     np.testing.assert_array_equal(plan(values)["w"], function(jnp.asarray(values["w"])))
-    message = r"moments and averages go where elements are moved, .* from \['w'\] to \['w'\], changes or repeats them"
+    message = (
+        r"moments and averages can follow a function that moves, .* from \['w'\] to \['w'\], changes or repeats them"
+    )
     for average in (lambda: plan.average(values), lambda: plan.average(_shadows(values), tp.Ema(target, 0.9))):
         with pytest.raises(ValueError, match=message):
             average()
@@ -170,7 +172,7 @@ def test_what_is_no_mover_is_refused_for_averages_alone(function):
 def test_more_elements_than_numbers_of_32_bits():
     """Where they go by places that is refused, and where each operation moves them it is seen without numbers."""
     many = {"w": jax.ShapeDtypeStruct((2**16, 2**15 + 1), np.float32)}
-    with pytest.raises(ValueError, match=r"2,147,549,184 elements .* by numbers of 32 bits; write the function with"):
+    with pytest.raises(ValueError, match=r"32 bits cannot follow 2,147,549,184 elements; write the function with"):
         saving.plan(many, many, transform={"w": lambda x: jnp.roll(x, 1)}).average(many)
     turned = {"w": jax.ShapeDtypeStruct((2**15 + 1, 2**16), np.float32)}
     with pytest.raises(ValueError, match=r"like has float32\[1\] at"):
@@ -291,12 +293,12 @@ def test_averages_within_jit_and_of_another_model():
     moved = jax.jit(lambda ema: plan.average(ema, tp.Ema(target, 0.5)).shadow["w"])(tp.Ema(values, 0.5))
     np.testing.assert_array_equal(moved, values["w"][np.asarray(_ROWS)] * np.tri(4))
     for other, message in (
-        ({"new": ramp(2)}, r"like has float32\[2\] at 'new', and the plan's model has none there.*like=tp\.Ema"),
-        ({"n": jnp.arange(2)}, r"like has int32\[2\] at 'n', and the plan's model has none"),
+        ({"new": ramp(2)}, r"like has float32\[2\] at 'new', but the plan's model has none there.*like=tp\.Ema"),
+        ({"n": jnp.arange(2)}, r"like has int32\[2\] at 'n', but the plan's model has none"),
     ):
         with pytest.raises(ValueError, match=message):
             plan.average(tp.Ema(values, 0.5), tp.Ema(target | other, 0.5))
-    with pytest.raises(ValueError, match=r"of 'w' is float32\[2,2\], and the plan's source has float32\[4,4\]"):
+    with pytest.raises(ValueError, match=r"of 'w' is float32\[2,2\], but the plan's source has float32\[4,4\]"):
         plan.average(tp.Ema({"w": ramp(2, 2)}, 0.5), tp.Ema(target, 0.5))
 
 
@@ -308,11 +310,11 @@ def test_errors_of_averages():
         plan.average(ema, model)
     with pytest.raises(ValueError, match=r"expected a tp\.Ema, or the names of one, .*; got names such as w"):
         plan.average(model, ema)
-    with pytest.raises(ValueError, match=r"the average has nothing of 'w'; nearest: 'shadow\.v'"):
+    with pytest.raises(ValueError, match=r"the average has no array for 'w'; nearest: 'shadow\.v'"):
         plan.average(tp.Ema({"v": ramp(2)}, 0.5), ema)
-    with pytest.raises(ValueError, match=r"the average of 'w' is .*, and of the model's shape float32"):
+    with pytest.raises(ValueError, match=r"the average of 'w' is .*, but like has float32"):
         plan.average(tp.Ema({"w": ramp(3)}, 0.5), ema)
-    with pytest.raises(TypeError, match=r"the source is a tp.Ema, so it needs a fresh one .*: like=tp.Ema\("):
+    with pytest.raises(TypeError, match=r"the source is a tp.Ema, so pass a fresh one .*: like=tp.Ema\("):
         plan.average(ema)
 
 

@@ -105,7 +105,7 @@ def test_an_array_with_a_mask_is_refused():
 
 @pytest.mark.parametrize("source", [{"w": _Tensor()}, {"net": [_Tensor()]}], ids=["flat", "nested"])
 def test_arrays_of_pytorch(source):
-    with pytest.raises(TypeError, match=r"is an array of PyTorch; pass NumPy's, \{name: tensor.numpy\(\) for ...\}"):
+    with pytest.raises(TypeError, match=r"is a PyTorch tensor; pass NumPy arrays, \{name: tensor.numpy\(\) for ...\}"):
         saving.plan(source, {"w": ramp(2)})
 
 
@@ -156,7 +156,7 @@ def test_both_names_of_a_tie():
     assert made["embed"] is made["head"]
     np.testing.assert_array_equal(made["head"], nan)
     message = (
-        "'head' goes to 'head', which is one array with 'embed', and another one goes there; drop one of them, "
+        "'head' goes to 'head', which is tied to 'embed', but another array goes there; drop one of them, "
         "rename={'head': None}, or tp.untie the model"
     )
     with pytest.raises(ValueError, match=message):
@@ -202,7 +202,7 @@ def test_a_tie_through_a_transform():
     for source in ({"embed": array}, {"embed": array, "head": array.T}):
         made = saving.plan(source, model)(source)
         assert_same((made.embed, made.head), (jnp.asarray(array), jnp.asarray(array.T)))
-    with pytest.raises(ValueError, match="'head' goes to 'head', which is one array with 'embed', and another one"):
+    with pytest.raises(ValueError, match="'head' goes to 'head', which is tied to 'embed', but another array"):
         saving.plan(source, model)({"embed": array, "head": array.T + 1})
     with pytest.raises(ValueError, match="'embed' is missing"):
         saving.plan({"head": array.T}, model)
@@ -305,7 +305,7 @@ def test_errors_of_names():
         saving.names({"net": [row(2)]}, "nett")
     with pytest.raises(ValueError, match="'b' and another array both get the name 'x'"):
         saving.names(arrays, rename={"a": "x", "b": "x"})
-    with pytest.raises(ValueError, match=r"lambda at test_plan_sources.py:\d+ gives 1 arrays, and the names are x, y"):
+    with pytest.raises(ValueError, match=r"lambda at test_plan_sources.py:\d+ gives 1 arrays, but the names are x, y"):
         saving.names(arrays, rename={"a": ("x", "y")}, transform={"a": lambda a: a})
     for function in (lambda a: a @ np.ones((3, 3)), lambda a: {"a": a}):
         with pytest.raises(ValueError, match=r"lambda at test_plan_sources.py:\d+ of 'a' \(float32\[2\]\) fails"):
@@ -327,11 +327,13 @@ def test_a_model_owns_what_came_from_numpy():
 
 def test_hints():
     source, model = {"h.0.w": ramp(2)}, {"blocks": [{"w": ramp(2)}]}
-    with pytest.raises(ValueError, match=r"'h.\*' matches no name; h.\*.\*\* takes what is below it, as 'h.0.w'"):
+    with pytest.raises(
+        ValueError, match=r"'h.\*' matches no name; h.\*.\*\* matches the names below it, such as 'h.0.w'"
+    ):
         saving.plan(source, model, rename={"h.*": "blocks.*"})
-    with pytest.raises(ValueError, match=r"it is where 'h\.0\.w' goes, so write that"):
+    with pytest.raises(ValueError, match=r"'h\.0\.w' goes there, so write that name"):
         saving.plan(source, model, rename={"h.**": "blocks.**"}, transform={"blocks.*.w": jnp.flip})
-    with pytest.raises(ValueError, match=r"fails: it is written with NumPy, and has to be with jax\.numpy"):
+    with pytest.raises(ValueError, match=r"fails: it is written with NumPy; write it with jax\.numpy"):
         saving.plan(source, model, rename={"h.**": "blocks.**"}, transform={"h.*.w": np.asarray})
-    with pytest.raises(ValueError, match=r"rename, '\*': it takes '1' and '01', which would go to one place"):
+    with pytest.raises(ValueError, match=r"rename, '\*': it matches '1' and '01', which would go to one place"):
         saving.plan({"1": ramp(2), "01": ramp(2)}, {"w": ramp(2, 2)}, rename={"*": "w"})

@@ -56,7 +56,7 @@ REFUSED = {
     "another group": (lambda: (_state(_GROUPS), _state(_groups("a", "b"))), "for which the fresh one has no place"),
     "another model": (
         lambda: (_state(model={"w": ramp(2)}), _state()),
-        "the state is of 'w', and the plan's source has",
+        "the state has 'w', but the plan's source has",
     ),
     "no state": (lambda: (MODEL, _state()), "expected a state of optim.trainable, .*; got names such as a, b, c"),
     "several": (lambda: (_state(), history(optim.trainable, None, "a")), "got one with several histories"),
@@ -87,7 +87,7 @@ def test_functions_that_do_more_than_move():
     plan = saving.plan(MODEL, MODEL, transform={"c": lambda c: 2 * c})
     np.testing.assert_array_equal(plan(MODEL)["c"], 2 * MODEL["c"])
     with pytest.raises(
-        ValueError, match=r"lambda at .*:\d+, from \['c'\] to \['c'\], changes or repeats them; the parameters"
+        ValueError, match=r"lambda at .*:\d+, from \['c'\] to \['c'\], changes or repeats them; use the plan"
     ):
         plan.state(_state(), _state())
 
@@ -137,14 +137,14 @@ def test_like_of_another_model():
     plan = saving.plan(MODEL, {"a": ramp(2), "b": ramp(2), "z": ramp(3)}, rename={"c": "z"})
     state = taken(_state())
     for model, message in (
-        (MODEL, r"like has float32\[3\] at 'c', and the plan's model has none there.*write like=tx\.init\(model\)"),
-        ({"a": ramp(2), "z": ramp(2)}, r"like has float32\[2\] at 'z', and the plan's model has float32\[3\] there"),
+        (MODEL, r"like has float32\[3\] at 'c', but the plan's model has none there.*write like=tx\.init\(model\)"),
+        ({"a": ramp(2), "z": ramp(2)}, r"like has float32\[2\] at 'z', but the plan's model has float32\[3\] there"),
     ):
         with pytest.raises(ValueError, match=message):
             plan.state(state, like(model=model))
     assert plan.state(state, like(model={"z": ramp(3)})).layout.paths == ("z",)  # what `like` lacks is left out
     wide = {"a": ramp(3), "b": ramp(2), "c": ramp(3)}
-    with pytest.raises(ValueError, match=r"of an array of shape \(3,\) at 'a', and the plan's source has float32\[2\]"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) at 'a', but the plan's source has float32\[2\]"):
         plan.state(_state(model=wide), like(model={"z": ramp(3)}))
 
 
@@ -168,7 +168,7 @@ def test_ties_of_the_source_and_of_the_model_that_are_others_now():
     np.testing.assert_array_equal(
         mu(turned.state(state, optim.trainable(RULE, layout).init(computed)))["e"], mu(state)["w"]
     )
-    with pytest.raises(ValueError, match=r"like has float32\[3,2\] at 'h', and the plan's model has none there"):
+    with pytest.raises(ValueError, match=r"like has float32\[3,2\] at 'h', but the plan's model has none there"):
         turned.state(state, optim.trainable(RULE, tp.layout(computed)).init(computed))
     name = {"__metadata__": ramp(2)}  # which a file calls otherwise
     assert_same(saving.plan(name, name).state(taken(_state(model=name)), _state(model=name)), taken(_state(model=name)))

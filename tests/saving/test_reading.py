@@ -147,13 +147,13 @@ def test_a_packed_dtype_is_listed_and_its_array_is_not_read(tmp_path, dtype):
         lambda: saving.names(path, rename={"v": "u"}),
     ]
     for read in refused:
-        with pytest.raises(ValueError, match=f"'w' of {re.escape(repr(str(path)))} .* it is {dtype}, of which NumPy"):
+        with pytest.raises(ValueError, match=f"'w' of {re.escape(repr(str(path)))} .* it is {dtype}, which NumPy"):
             read()
     model = {"v": jnp.ones(1)}
     assert saving.plan(path, model, rename={"w": None})(path)["v"].tolist() == [0.0]
     assert dict(saving.names(path, rename={"w": None})) == {"v": np.zeros(1)}
     for like, transform in (({"w": jnp.ones((2, 4))}, None), ({"w": jnp.ones((2, 4))}, {"w": jnp.negative})):
-        with pytest.raises(ValueError, match=rf"'w' is {dtype}\[2,4\], of which NumPy .*drop it, rename=\{{'w': None"):
+        with pytest.raises(ValueError, match=rf"'w' is {dtype}\[2,4\], which NumPy .*drop it, rename=\{{'w': None"):
             saving.plan(path, model | like, transform=transform)
     for shape, stop in (([3], 2), ([4], 4), ([8], size - 1)):
         write(path, {"w": entry(dtype, shape, [0, stop])}, bytes(stop))
@@ -192,7 +192,7 @@ def test_what_is_no_file_is_neither_read_nor_replaced(irregular, tmp_path, monke
     monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("it is replaced"))
     for (path, kind), call in itertools.product(irregular.items(), calls):
         with pytest.raises(
-            ValueError, match=f"{re.escape(repr(str(path)))} is {kind}, and arrays are read from and wr"
+            ValueError, match=f"{re.escape(repr(str(path)))} is {kind}, but arrays are read from and wr"
         ):
             call(path)
     assert sorted(os.listdir(tmp_path)) == before
@@ -200,7 +200,7 @@ def test_what_is_no_file_is_neither_read_nor_replaced(irregular, tmp_path, monke
 
 def test_a_file_of_np_savez_is_a_source_and_no_path(tmp_path):
     np.savez(tmp_path / "a.npz", w=np.ones(2))
-    with pytest.raises(ValueError, match=r"np.load\(path\) is a source: saving.plan\(np.load\(path\), model\)"):
+    with pytest.raises(ValueError, match=r"use np.load\(path\) as source: saving.plan\(np.load\(path\), model\)"):
         saving.names(tmp_path / "a.npz")
 
 

@@ -233,7 +233,7 @@ def test_metadata_is_text_by_text(path, tmp_path):
     assert saving.metadata(path) == said
     assert saving.metadata(str(path)) == said
     assert_same(saving.load(path, {"w": ramp(2)}), {"w": ramp(2)})
-    with pytest.raises(ValueError, match=r"metadata 'treeparams.x': names that start with 'treeparams.' are this lib"):
+    with pytest.raises(ValueError, match=r"metadata 'treeparams.x': names that start with 'treeparams.' are reserved"):
         saving.save(path, {"w": ramp(2)}, metadata={"treeparams.x": "1"})
     with pytest.raises(ValueError, match=r"'\\ud800' is not Unicode text"):
         saving.save(path, {"w": ramp(2)}, metadata={"x": "\ud800"})
@@ -245,7 +245,7 @@ def test_metadata_is_text_by_text(path, tmp_path):
 @pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize("metadata", [{"x": 1}, {1: "x"}, [1], "text"], ids=repr)
 def test_metadata_that_are_no_text(path, metadata):
-    with pytest.raises(TypeError, match=r"metadata is text by text, \{str: str\}, got"):
+    with pytest.raises(TypeError, match=r"metadata must be a dictionary of texts, \{str: str\}, got"):
         saving.save(path, {"w": ramp(2)}, metadata=metadata)
 
 

@@ -188,7 +188,7 @@ def test_the_calls_in_the_error_make_a_state_that_fits(tmp_path_factory, first, 
     try:
         got = saving.load(path, {"state": like})["state"]
     except ValueError as error:
-        like = state_of_calls(str(error).partition("A state like the saved one is made by\n")[2], tx, MODEL)
+        like = state_of_calls(str(error).partition("These calls make a state like the saved one:\n")[2], tx, MODEL)
         got = saving.load(path, {"state": like})["state"]
     else:
         assert like.roles == state.roles

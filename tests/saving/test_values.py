@@ -141,7 +141,7 @@ def test_functions_objects_and_static_fields_are_those_of_like(path):
         ("text", object(), "'x' is object in the tree, str in the file$"),
         (jnp.tanh, 5, "'x' is in the tree and not in the file"),
         (None, 5, "'x' is in the tree and not in the file"),
-        (5, None, "the file also holds 'x', which the tree has not"),
+        (5, None, "the file also has 'x', which the tree lacks"),
         ([5, 6], [5], "'x.1' is in the file and not in the tree; nearest: 'x.0'; saving.plan"),
         ([5], [5, 6], "'x.1' is in the tree and not in the file; nearest: 'x.0'; saving.plan"),
     ],
@@ -197,7 +197,7 @@ MODULE = r"make Buffer an eqx.Module, or jax.tree_util.register_dataclass\(Buffe
 HIDDEN = {
     "a dataclass": (
         lambda w: Buffer(w),
-        r"'x' is a Buffer and no pytree, .* array \.items \(float32\[2\]\).*; " + MODULE,
+        r"'x' is a Buffer and not a pytree, .* array \.items \(float32\[2\]\).*; " + MODULE,
     ),
     "deep in one": (
         lambda w: Buffer(collections.deque([{"a": (1, Buffer(eqx.nn.Lambda(w)))}])),
@@ -216,13 +216,13 @@ HIDDEN = {
     "a proxy": (lambda w: Buffer(types.MappingProxyType({"a": w})), r"its array \.items\['a'\] "),
     "a mapping": (
         lambda w: types.MappingProxyType({"a": w}),
-        r"'x' is a mapping and no pytree.*; write dict\(\.\.\.\), or leave",
+        r"'x' is a mapping and not a pytree.*; write dict\(\.\.\.\), or leave",
     ),
     "an array of texts": (
         lambda w: np.array(["a"]),
-        r"'x' is a ndarray, which is no array of JAX.*array.tolist\(\), or",
+        r"'x' is a ndarray, which is not a JAX array.*array.tolist\(\), or",
     ),
-    "an array of others": (lambda w: Tensor(), r"'x' is a Tensor, which is no array of JAX, .*; write np.asarray\("),
+    "an array of others": (lambda w: Tensor(), r"'x' is a Tensor, which is not a JAX array, .*; write np.asarray\("),
     "long double": (
         lambda w: np.longdouble(1),
         r"'x' is a longdouble, which other machines .*; write float\(\.\.\.\) or complex",

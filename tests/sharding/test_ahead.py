@@ -145,8 +145,8 @@ def test_products_in_loops_count_with_their_rounds():
     until = lambda w, state, x: jax.lax.while_loop(lambda x: x.sum() < 7, lambda x: x @ w[0], x)
     found = sharding.ahead(jax.jit(until), w, (), x)
     assert found.flops is None
-    assert repr(found).endswith("so its products have no count")
-    with pytest.raises(ValueError, match="so it has no number of seconds"):
+    assert repr(found).endswith("so its products are not counted")
+    with pytest.raises(ValueError, match="so its time cannot be estimated"):
         found.seconds(bandwidth=1, flops=1)
 
 
@@ -167,7 +167,7 @@ def test_seconds():
     assert repr(found.seconds(bandwidth=100, flops=1000)).startswith("moving 10 s, computing 5 s: moving takes longer")
     assert repr(found.seconds(bandwidth=1000, flops=1000)) == "moving 1 s, computing 5 s"
     assert "5.0 kFLOP of matrix products and convolutions, 5 for each byte moved" in repr(found)
-    with pytest.raises(ValueError, match="bandwidth has no axis 'b', over which is moved"):
+    with pytest.raises(ValueError, match=r"along the axis 'b'; bandwidth has only \["):
         found.seconds(bandwidth={"a": 100}, flops=1000)
     with pytest.raises(ValueError, match="more than 0, got 0"):
         found.seconds(bandwidth=1, flops=0)
@@ -194,19 +194,19 @@ def test_a_topology_of_other_devices(mesh):
 def test_an_abstract_mesh_needs_a_topology():
     step, params, state = started_of_shapes(AbstractMesh((4,), ("data",)))
     assert isinstance(params, jax.ShapeDtypeStruct)
-    with pytest.raises(ValueError, match='which has no devices; say which: topology="v5e:2x4"'):
+    with pytest.raises(ValueError, match='which has no devices; name some: topology="v5e:2x4"'):
         sharding.ahead(step, params, state, *BATCH)
-    with pytest.raises(ValueError, match=r"'given' has 8 devices, the mesh \{'data': 4\} 4; make the plan over"):
+    with pytest.raises(ValueError, match=r"'given' has 8 devices, the mesh \{'data': 4\} has 4; make the plan over"):
         sharding.ahead(step, params, state, *BATCH, topology=Here)
-    with pytest.raises(TypeError, match="topology is a name, such as"):
+    with pytest.raises(TypeError, match="topology must be a name, such as"):
         sharding.ahead(step, params, state, *BATCH, topology=8)
-    with pytest.raises(ValueError, match="there is no mesh to lay over a topology"):
+    with pytest.raises(ValueError, match="there is no mesh to map to the topology"):
         sharding.ahead(jax.jit(lambda params, state: params), np.ones(3), (), topology=Here)
 
 
 @pytest.mark.skipif(HAS_TPU_COMPILER, reason="the compiler of TPUs is installed")
 def test_without_the_compiler_of_tpus():
-    with pytest.raises(ValueError, match="topology 'v5e:2x4': the compiler of TPUs is not installed; pip install"):
+    with pytest.raises(ValueError, match="topology 'v5e:2x4': the TPU compiler is not installed; pip install"):
         sharding.ahead(*started_of_shapes(AbstractMesh((8,), ("data",))), *BATCH, topology="v5e:2x4")
 
 
@@ -222,7 +222,7 @@ def test_a_compiler_of_tpus_that_another_process_has(monkeypatch):
         raise RuntimeError('Internal error when accessing libtpu multi-process lockfile. Run "rm /tmp/lockfile"')
 
     monkeypatch.setattr(jax.experimental.topologies, "get_topology_desc", fails)
-    with pytest.raises(ValueError, match=r"another process has the compiler of TPUs.*ALLOW_MULTIPLE_LIBTPU_LOAD=1"):
+    with pytest.raises(ValueError, match=r"another process uses the TPU compiler.*ALLOW_MULTIPLE_LIBTPU_LOAD=1"):
         sharding.ahead(*started_of_shapes(AbstractMesh((8,), ("data",))), *BATCH, topology="v5e:2x4")
 
 
@@ -233,7 +233,7 @@ def test_tpus_that_are_not_there():
     assert (found.devices, found.parameters) == (8, params.size * 4 // 8)
     assert found.moved.count() == 2
     assert found.flops > 0
-    with pytest.raises(ValueError, match="topology 'v5' is none, expected one as"):
+    with pytest.raises(ValueError, match="topology 'v5' does not exist, expected a name such as"):
         sharding.ahead(step, params, state, *BATCH, topology="v5")
 
 
@@ -257,7 +257,7 @@ def test_of_one_device_and_of_arrays():
 
 def test_what_is_no_step():
     with pytest.raises(
-        TypeError, match=r"expected a step of sharding\.make_step, or what jax\.jit returns, got a function"
+        TypeError, match=r"expected a step of sharding\.make_step or a jax\.jit function, got a function"
     ):
         sharding.ahead(lambda params, state: params, {}, ())
 

@@ -287,7 +287,7 @@ def test_what_is_no_compiled_program(without_type_checks):
         sharding.collectives(f.lower(X))
     with pytest.raises(TypeError, match=r"write \.lower\(\.\.\.\)\.compile\(\) after it"):
         sharding.collectives(f)
-    with pytest.raises(ValueError, match=r"expected the text of a compiled program, as of compiled\.as_text\(\)"):
+    with pytest.raises(ValueError, match=r"expected the text of a compiled program, such as compiled\.as_text\(\)"):
         sharding.collectives(f.lower(X).as_text())
 
 
@@ -326,7 +326,7 @@ ENTRY %main (x: f32[64]) -> f32[64] {{
     assert moved.rows == (Collective("all-reduce", 512, 1, axes),)
     assert moved.over == {axes: 512}
     assert repr(moved).splitlines()[1].endswith(f"512 B  {', '.join(axes)}")
-    with pytest.raises(ValueError, match="which axes it is depends on the mesh"):
+    with pytest.raises(ValueError, match="the axes depend on the mesh"):
         _ = sharding.collectives(text).over
 
 

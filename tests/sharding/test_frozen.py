@@ -259,7 +259,7 @@ def test_a_frozen_alias_lies_as_its_source():
             "'base.0' (float32[6,3]), by '**': none of its axes is a multiple of 4; write \"whole\"",
         ),
         ({"**": "split"}, "vector", "'base.0' (float32[6,3]), by '**': none of its axes is a multiple of 4"),
-        ({"base": "owned", "**": "split"}, "tree", '"owned" is of rows of stacks; write form="stacks", or "split"'),
+        ({"base": "owned", "**": "split"}, "tree", '"owned" is for rows of stacks; write form="stacks", or "split"'),
         ({"base": "owned", "**": "split"}, "stacks", "4 devices cannot own the 2 rows of its stack in equal parts"),
         ({"base": P("data"), "**": "split"}, "tree", "its axis 0 of size 6 is no multiple of 4"),
         ({"w": "split", "**": "whole", "base": "split"}, "tree", "'base' comes too late: '**' before it selects"),

@@ -74,7 +74,7 @@ def test_a_state_of_another_layout_is_refused_everywhere(tmp_path):
     plan, step, others, other = classes(11)
     (digest,), (wanted,) = state.layout, other.layout
     assert params.shape == others.shape
-    message = rf"(?s)digest in it is '{digest}', that of the plan '{wanted}'"
+    message = rf"(?s)its digest is '{digest}', the plan's is '{wanted}'"
     with pytest.raises(ValueError, match=message):
         step(params, state, jnp.ones((2, 4)))
     with pytest.raises(ValueError, match=message):
@@ -122,7 +122,7 @@ def test_a_loss_that_closes_over_an_array_that_is_split():
 
 
 def test_shapes_do_not_tell_ties_and_a_plan_of_them_says_so():
-    said = "made of shapes, which do not tell which arrays are one"
+    said = "made from shapes, which do not show ties"
     assert said in repr(sharding.plan(jax.eval_shape(make, 0))).splitlines()[-1]
     assert said not in repr(sharding.plan(make(0)))
 

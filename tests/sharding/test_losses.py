@@ -158,7 +158,7 @@ def test_any_loss_is_that_of_one_device(name, way):
     with enable_x64(True):
         plan, step, params, state = started(f, form, mesh_of(8, mesh), split=split, microbatches=pieces, **options)
         if pieces > 1 and not kind.takes_pieces:
-            with pytest.raises(ValueError, match=r"microbatches=2 takes a loss that can be added up.*\(sum, weight\)"):
+            with pytest.raises(ValueError, match=r"microbatches=2 needs a loss that can be summed.*\(sum, weight\)"):
                 step(params, state, X, MASK)
             return
         values, want = on_one_device(kind.of_one)
@@ -333,12 +333,12 @@ def test_the_loss_computes_in_the_dtype_that_it_is_told(name, split):
             "vector",
             {"compute_dtype": {"**.b": "float32", "**": "bfloat16"}},
             ValueError,
-            "a vector is moved in one dtype, and compute_dtype says 'bfloat16', 'float32' of its parameters",
+            "a vector is moved in one dtype, but compute_dtype gives its parameters 'bfloat16', 'float32'",
         ),
         ("tree", {"loss_is": "sum"}, ValueError, r"loss_is must be \"mean\", or None.*return \(sum, weight\)"),
-        ("tree", {"outputs": errors, "loss_is": "mean"}, ValueError, "outputs= goes with neither"),
-        ("tree", {"outputs": errors, "has_state": True}, ValueError, "outputs= goes with neither"),
-        ("tree", {"outputs": 3}, TypeError, "outputs is a function of the model and a batch, got int"),
+        ("tree", {"outputs": errors, "loss_is": "mean"}, ValueError, "outputs= cannot be combined"),
+        ("tree", {"outputs": errors, "has_state": True}, ValueError, "outputs= cannot be combined"),
+        ("tree", {"outputs": 3}, TypeError, "outputs must be a function of the model and a batch, got int"),
         ("tree", {"has_aux": 1}, TypeError, "has_aux must be True or False"),
     ],
 )
@@ -387,7 +387,7 @@ def test_results_beside_the_loss_are_those_of_one_device(f, options, mesh, piece
         (pair, lambda found: [found.T @ found], {}, r"aux\[0\]: expected a pair of numbers.*got float32\[4,4\]"),
         (masked, lambda found: (found[0, 0], found[0, 1]), {}, r"the weight in aux depends on the parameters.*a list"),
         (masked, lambda found: {"name": "a"}, {}, r"aux\['name'\]: expected arrays and numbers, got str"),
-        (pair, lambda found: [jnp.zeros(16)], {}, r"float32\[16\] has as many rows.*of 4 examples it has 16 rows"),
+        (pair, lambda found: [jnp.zeros(16)], {}, r"float32\[16\] has as many rows.*4 examples it also has 16 rows"),
         (mean, lambda found: [jax.random.key(0)], {"loss_is": "mean"}, r"aux\[0\]: expected a pair.*got key<"),
         (
             pair,
@@ -466,8 +466,8 @@ def one_step(parts, model_state, x, mask, pieces):
 def test_a_state_is_given_where_the_loss_takes_one():
     plan = sharding.plan(LAYOUT, mesh_of(), {"scale": "whole", **SPLIT})
     for options, args, message in (
-        ({"has_state": True}, (), r"give it to init\(model, model_state\)"),
-        ({}, ({},), "say has_state=True"),
+        ({"has_state": True}, (), r"returns to init\(model, model_state\)"),
+        ({}, ({},), "give make_step has_state=True"),
     ):
         init, _ = sharding.make_step(mean, optax.sgd(0.1), plan, **options)
         with pytest.raises(ValueError, match=message):
@@ -479,7 +479,7 @@ def test_a_step_refuses_the_state_of_a_loss_without_one_and_what_it_donated():
     plan, step, params, state = started(over(mean, errors), dtype=jnp.float32)
     of = lambda model, model_state, *batch: (mean(errors(model, *batch), *batch), model_state)
     _, of_state = sharding.make_step(of, optax.adam(1e-2), plan, has_state=True)
-    with pytest.raises(ValueError, match="the state is of another step"):
+    with pytest.raises(ValueError, match="the state belongs to another step"):
         of_state(params, state, x, mask)
     step(params, state, x, mask)
     with pytest.raises(ValueError, match="params were given to an earlier step, which donates"):

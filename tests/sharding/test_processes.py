@@ -180,7 +180,7 @@ def test_an_exception_in_one_process_ends_all(three):
     assert 0 not in statuses
     assert None not in statuses
     assert "RuntimeError: a disk is full" in three.said(2)
-    assert "This process ends by RuntimeError, in 5 s if the others do not end too." in three.said(2)
+    assert "This process ends with RuntimeError, in 5 s if the others do not end too." in three.said(2)
 
 
 def test_a_process_that_dies_ends_the_others_and_so_does_one_that_stands_still(faulty):
@@ -188,7 +188,7 @@ def test_a_process_that_dies_ends_the_others_and_so_does_one_that_stands_still(f
         other = faulty[name].processes[1 - process]
         assert faulty[name].statuses(lambda other=other: other.poll() is not None, limit=20)[1 - process], name
         said = faulty[name].said(1 - process)
-        assert "Terminating process because the JAX distributed" in said or "This process ends by" in said
+        assert "Terminating process because the JAX distributed" in said or "This process ends with" in said
     if "still" in faulty:
         stopped = faulty["still"].processes[1]
         assert stopped.poll() is None

@@ -28,7 +28,7 @@ LAYOUT = tp.layout({
 @pytest.mark.parametrize(
     ("rules", "options", "message"),
     [
-        ({"embed": "split"}, {}, "no rule matches\n'layers.0.b'~add one for what is left"),
+        ({"embed": "split"}, {}, "no rule matches\n'layers.0.b'~add a last rule for all other parameters"),
         ({}, {}, "no rule matches"),
         ({"**": "whole", "layers": "split", "embed": "whole"}, {}, "'layers' comes too late: '**' before it selects"),
         ({"**": "split", "layers": "whole"}, {}, "'layers' comes too late: '**' before it selects"),
@@ -54,12 +54,12 @@ LAYOUT = tp.layout({
             {"form": "stacks"},
             "'embed' (float32[16,4]), by '**': 4 devices cannot own the 1 row~ of its stack~write \"split\"",
         ),
-        ({"**": "owned"}, {}, '\'**\': "owned" is of rows of stacks; write form="stacks", or "split" in a tree'),
+        ({"**": "owned"}, {}, '\'**\': "owned" is for rows of stacks; write form="stacks", or "split" in a tree'),
         ({"**": "owned"}, {"form": "vector"}, 'write form="stacks", or "split" in a vector'),
         (
             {"embed": "whole", "**": "split"},
             {"form": "vector"},
-            "one vector lies in one way, but 'embed' is 'whole' and 'layers.0.b' is 'split'~form=\"stacks\"",
+            "all parts of a vector need the same rule, but 'embed' has 'whole' and 'layers.0.b'~form=\"stacks\"",
         ),
         ({"**": P(None, "data")}, {"form": "vector"}, "the spec has 2 entries, the array 1 ax"),
         (
@@ -68,7 +68,7 @@ LAYOUT = tp.layout({
             "'embed'~the mesh has no axis 'model'; its axes are 'data'",
         ),
         ({"embed": P(None, None, "data"), "**": "whole"}, {}, "the spec has 3 entries, the array 2 axes"),
-        ({"embed": P("data", "data"), "**": "whole"}, {}, "an axis of the mesh stands in the spec twice"),
+        ({"embed": P("data", "data"), "**": "whole"}, {}, "the spec names an axis of the mesh twice"),
         (
             {"**": P("data")},
             {},
@@ -79,17 +79,17 @@ LAYOUT = tp.layout({
             {"mesh": TWO, "axis": "data"},
             "axis 0 is split along the batch and along another axis of the mesh at once",
         ),
-        ({"**": "spilt"}, {}, '\'**\': a rule is "split", "owned", "whole" or a PartitionSpec, got \'spilt\''),
-        ({"**": None}, {}, 'a rule is "split", "owned", "whole" or a PartitionSpec, got None'),
-        ({"**": P(P.UNCONSTRAINED)}, {}, "its entries are None, the name of an axis of the mesh, or a tuple of names"),
+        ({"**": "spilt"}, {}, '\'**\': expected "split", "owned", "whole" or a PartitionSpec, got \'spilt\''),
+        ({"**": None}, {}, 'expected "split", "owned", "whole" or a PartitionSpec, got None'),
+        ({"**": P(P.UNCONSTRAINED)}, {}, "its entries must be None, the name of an axis of the mesh, or a tuple"),
         ({"**": "whole"}, {"form": "stack"}, 'form must be "tree", "vector" or "stacks", got \'stack\''),
         ({"**": "whole"}, {"axis": "model"}, "axis: the mesh has no axis 'model'; its axes are 'data'"),
         ({"**": "whole"}, {"batch_axis": ("data", "x")}, "batch_axis: the mesh has no axis 'x'"),
-        ({"**": "whole"}, {"mesh": TWO}, "the mesh has the axes 'data', 'model': say with axis="),
+        ({"**": "whole"}, {"mesh": TWO}, "the mesh has the axes 'data', 'model': name with axis="),
         (
             {"**": "whole"},
             {"mesh": TWO, "axis": "model", "batch_axis": "data"},
-            "devices along an axis without examples of their own would all compute the same~write a PartitionSpec",
+            "devices along an axis that does not split the batch would all compute the same~write a PartitionSpec",
         ),
     ],
 )
@@ -103,7 +103,7 @@ def test_rules_that_cannot_be(rules, options, message):
 @pytest.mark.parametrize(
     ("rules", "options", "message"),
     [
-        ("split", {}, r'rules is a dictionary \{where: rule\}, such as \{"\*\*": "split"\}, got str'),
+        ("split", {}, r'rules must be a dictionary \{where: rule\}, such as \{"\*\*": "split"\}, got str'),
         ({"**": "whole"}, {"mesh": 4}, r"expected a mesh, such as jax\.make_mesh.*, got int"),
         ({"**": "whole"}, {"axis": 3}, "axis"),
     ],
@@ -119,7 +119,7 @@ def test_what_is_no_rule_no_mesh_no_axis(rules, options, message):
 @pytest.mark.parametrize(
     ("tx", "form", "rules", "options", "message"),
     [
-        (optim.trainable(ADAM), "tree", SPLIT, {}, "expected plain Optax"),
+        (optim.trainable(ADAM), "tree", SPLIT, {}, "expected an Optax optimiser"),
         (
             RULES["muon"],
             "tree",
@@ -127,18 +127,18 @@ def test_what_is_no_rule_no_mesh_no_axis(rules, options, message):
             {},
             r'moves parameters.*\{"\*\*": "owned"\}, form="stacks"\) with optim.per_leaf',
         ),
-        (RULES["muon"], "vector", SPLIT, {}, 'take form="stacks" with optim.per_leaf, or form="tree"'),
+        (RULES["muon"], "vector", SPLIT, {}, 'use form="stacks" with optim.per_leaf, or form="tree"'),
         (RULES["muon"], "stacks", MIXED, {}, r"inside optim\.per_leaf"),
         (optim.per_leaf(RULES["muon"]), "stacks", SPLIT, {}, r'moves parameters.*\{"\*\*": "owned"\}'),
-        (optax.lbfgs(), "tree", SPLIT, {}, r"calls the loss itself \(a line search\) goes with optim\.flat"),
+        (optax.lbfgs(), "tree", SPLIT, {}, r"calls the loss itself \(a line search\), use optim\.flat"),
         (ADAM, "vector", SPLIT, {"split": "parameters"}, r'form="stacks" and loss_takes="form"'),
         (ADAM, "stacks", SPLIT, {"split": "parameters"}, r'form="stacks" and loss_takes="form"'),
         (ADAM, "tree", SPLIT, {"split": "zero"}, 'split must be "state", "gradients" or "parameters", got \'zero\''),
         (ADAM, "tree", SPLIT, {"loss_takes": "x"}, 'loss_takes must be "model" or "form", got \'x\''),
         (ADAM, "tree", SPLIT, {"microbatches": 0}, "microbatches must be a whole number of pieces, at least 1, got 0"),
         (ADAM, "tree", SPLIT, {"average": 2.0}, "decay must be between 0 and 1, got 2.0"),
-        (ADAM, "tree", SPLIT, {"average": "0.9"}, r"average is a decay, .*functools\.partial.*, got '0\.9'"),
-        (ADAM, "tree", SPLIT, {"average": tp.Ema}, r"average is a decay, .*functools\.partial.*, got .*Ema"),
+        (ADAM, "tree", SPLIT, {"average": "0.9"}, r"average must be a decay, .*functools\.partial.*, got '0\.9'"),
+        (ADAM, "tree", SPLIT, {"average": tp.Ema}, r"average must be a decay, .*functools\.partial.*, got .*Ema"),
         (ADAM, "tree", SPLIT, {"average": lambda params: 3}, "makes a tp.Ema of parameters, .*; it made int"),
     ],
 )
@@ -153,7 +153,7 @@ def test_owned_rows_that_run_one_after_another():
     plan = sharding.plan(layers, mesh_of(), {"**": "owned"}, form="stacks")
     of = lambda layers, x: jnp.mean(sum(x @ each for each in layers) ** 2)
     sharding.make_step(of, optim.per_leaf(RULES["muon"], at_once=4), plan)
-    with pytest.raises(ValueError, match=r"rows run one after another that lie on different devices.*at_once=4"):
+    with pytest.raises(ValueError, match=r"one row after another, but the rows lie on different devices.*at_once=4"):
         sharding.make_step(of, optim.per_leaf(RULES["muon"], at_once=1), plan)
 
 
@@ -198,5 +198,5 @@ def test_split_parameters_are_for_the_restructure_alone(sum_of):
     of = lambda params, restructure, x, y: loss(restructure(params), x, y) + jnp.sum(sum_of(params))
     options = {"split": "parameters", "loss_takes": "form"}
     _, step, params, state = started(optax.sgd(0.1), SPLIT, "stacks", of=of, **options)
-    with pytest.raises(TypeError, match="take them by the restructure"):
+    with pytest.raises(TypeError, match="read them through the restructure"):
         step(params, state, *BATCH)

@@ -1,4 +1,4 @@
-"""Arrays as the format holds them, and back: a dtype that it lacks is stored as another one, and marked."""
+"""Converts arrays to and from those of the format: a dtype that it lacks is stored as another one, and marked."""
 
 import functools
 import math
@@ -30,19 +30,19 @@ class Kind(NamedTuple):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
         return math.prod(self.shape) * self.itemsize
 
 
 def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
-    """How an array will be stored."""
+    """Returns how an array will be stored."""
     if not isinstance(leaf, np.ndarray):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
             raise ValueError(f"{path!r} is {describe(leaf)} without values, so it cannot be saved")
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
-                f"{path!r} lies over several processes, and a file holds whole arrays; save it with Orbax, which "
-                "takes params, stacks and states as they are"
+                f"{path!r} lies over several processes, but a file holds whole arrays; save it with Orbax, which "
+                "accepts params, stacks and states"
             )
     stored = _stored_as(leaf.dtype, tuple(leaf.shape))
     if stored is not None:
@@ -50,13 +50,13 @@ def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(leaf)
         if not isinstance(impl, str):
-            raise ValueError(f"the key at {path!r} is of {impl}, which has no name; save jax.random.key_data of it")
+            raise ValueError(f"the key at {path!r} uses {impl}, which has no name; save its jax.random.key_data")
         return Kind("U32", (*leaf.shape, *key_kind(impl)[1]), 4, {"key": impl})
     raise ValueError(f"{path!r} is of the dtype {leaf.dtype}, which the format cannot hold")
 
 
 class Inventory(NamedTuple):
-    """How arrays are stored, by name, in the order of the file: each is aligned."""
+    """How arrays are stored, by name, in the order of the file, so that each is aligned."""
 
     kinds: dict[str, Kind]
     marks: dict[str, dict[str, str]]
@@ -65,7 +65,7 @@ class Inventory(NamedTuple):
 
 
 def inventory_of(kinds: Mapping[str, Kind]) -> Inventory:
-    """Arrays of these kinds as they will be stored."""
+    """Orders arrays of these kinds as they will be stored."""
     ordered = {name: kinds[name] for name in sorted(kinds, key=lambda name: -kinds[name].itemsize)}
     marks = {name: kind.mark for name, kind in ordered.items() if kind.mark}
     return Inventory(ordered, marks, entries_text(ordered), sum(kind.size for kind in ordered.values()))
@@ -73,7 +73,7 @@ def inventory_of(kinds: Mapping[str, Kind]) -> Inventory:
 
 @functools.lru_cache(maxsize=4096)
 def _stored_as(dtype: Any, shape: tuple[int, ...]) -> Kind | None:
-    """How an array is stored; `None`: as nothing that its dtype tells."""
+    """Returns how an array is stored; `None` if its dtype alone does not determine that."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return None
     name = dtype.name
@@ -86,9 +86,9 @@ def _stored_as(dtype: Any, shape: tuple[int, ...]) -> Kind | None:
 
 
 def pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
-    """The bytes of an array, a piece at a time, each as it stays.
+    """Yields the bytes of an array in pieces that do not change any more.
 
-    A NumPy array may change while it is written, as a replay buffer does. So each piece of it is a copy.
+    A NumPy array may change while it is written, as a replay buffer does. So each of its pieces is a copy.
     """
     if not isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -107,24 +107,24 @@ def pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
 
 
 def bytes_of(leaf: Array) -> np.ndarray:
-    """The bytes of an array as they are stored, of dtype uint8; where it can be the very ones, not a copy."""
+    """Returns the bytes of an array as they are stored, with dtype uint8; without a copy if possible."""
     if not isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
 
 
 def decode(stored: Stored, mark: Mapping[str, str] | None, data: np.ndarray) -> Any:
-    """The array of bytes in a file: of NumPy, or typed keys."""
+    """Returns the array for bytes in a file: a NumPy array, or typed keys."""
     shape, dtype = decoded_kind(stored, mark)
     if mark and "key" in mark:
         return jax.random.wrap_key_data(jnp.asarray(data.view(np.uint32).reshape(stored[1])), impl=mark["key"])
     if isinstance(dtype, Packed):
-        raise ValueError(f"it is {dtype}, of which NumPy and JAX have no arrays; a plan drops it, rename={{...: None}}")
+        raise ValueError(f"it is {dtype}, which NumPy and JAX do not support; drop it in a plan, rename={{...: None}}")
     return data.view(dtype).reshape(shape)
 
 
 def specs_of(arrays: Mapping[str, Stored], marks: Mapping[str, Mapping[str, str]]) -> dict[str, Spec]:
-    """The shapes of stored arrays and their dtypes in JAX."""
+    """Returns the shapes of stored arrays, and their dtypes in JAX."""
     plain = {dtype: _in_jax(_dtype_of(dtype)) for dtype in {stored[0] for stored in arrays.values()}}
     specs = {name: _spec(shape, *plain[dtype]) for name, (dtype, shape, _, _) in arrays.items()}
     for name, mark in marks.items():
@@ -137,7 +137,7 @@ _spec = functools.lru_cache(maxsize=4096)(Spec)  # equal ones are one object, of
 
 
 def _in_jax(dtype: Any) -> tuple[Any, bool]:
-    """A dtype in JAX, and whether a parameter may have it."""
+    """Returns a dtype in JAX, and whether a parameter may have it."""
     if isinstance(dtype, Packed) or (not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
         return dtype, False
     dtype = jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
@@ -145,14 +145,14 @@ def _in_jax(dtype: Any) -> tuple[Any, bool]:
 
 
 def decoded_kind(stored: Stored, mark: Mapping[str, str] | None) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of a stored array as it was saved: a dtype of NumPy, of keys, or a packed one."""
+    """Returns the shape and dtype of a stored array as it was saved; the dtype is NumPy's, one of keys, or packed."""
     its, shape, start, stop = stored
     if not mark:
         return shape, _dtype_of(its)
     if "key" in mark:
         dtype, words = key_kind(mark["key"])
         if its != "U32" or shape[len(shape) - len(words) :] != words:
-            raise ValueError(f"keys of {mark['key']} are no {its} of shape {shape}")
+            raise ValueError(f"keys of {mark['key']} are not stored as {its} of shape {shape}")
         return shape[: len(shape) - len(words)], dtype
     dtype = np.dtype(mark["dtype"])
     marked = shape[:-1] if dtype.kind == "c" else shape
@@ -163,19 +163,19 @@ def decoded_kind(stored: Stored, mark: Mapping[str, str] | None) -> tuple[tuple[
 
 @functools.cache
 def _dtype_of(name: str) -> Any:
-    """A dtype of the format, in NumPy where NumPy has it."""
+    """Returns a dtype of the format; a NumPy dtype if there is one."""
     return PACKED[name] if name in PACKED else np.dtype(DTYPES[name])
 
 
 @functools.cache
 def key_kind(impl: str) -> tuple[Any, tuple[int, ...]]:
-    """The dtype of keys of an implementation, and the shape of the words of one."""
+    """Returns the dtype of keys of an implementation, and the shape of one key's words."""
     key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     return key.dtype, jax.eval_shape(jax.random.key_data, key).shape
 
 
 def placed(name: str, array: Array, like: Array | jax.ShapeDtypeStruct) -> Array:
-    """An array where another one lies: in NumPy, on its devices, by its sharding."""
+    """Places an array like another one: in NumPy, or on its devices with its sharding."""
     if isinstance(array, Tracer):
         return array
     if isinstance(like, np.ndarray):
@@ -196,13 +196,13 @@ def placed(name: str, array: Array, like: Array | jax.ShapeDtypeStruct) -> Array
 
 
 def as_in_jax(name: str, array: Array) -> Array:
-    """An array in the dtype that it has in JAX."""
+    """Casts an array to the dtype that it has in JAX."""
     is_numpy = isinstance(array, np.ndarray)
     return _narrowed(name, array, _in_jax(array.dtype)[0]) if is_numpy else array
 
 
 def _narrowed(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """An array in a dtype that may have fewer bits, as all of JAX's have without x64; digits are lost, no values."""
+    """Casts an array to a dtype that may have fewer bits, as in JAX without x64; only digits may be lost."""
     if array.dtype == dtype:
         return array
     with np.errstate(over="ignore", under="ignore"):
@@ -215,7 +215,7 @@ def _narrowed(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _has_lost(old: np.ndarray, new: np.ndarray) -> bool:
-    """Whether a value has become another one by more than rounding: infinite, zero, or another integer."""
+    """Returns whether a value has changed by more than rounding: to infinity, zero, or another integer."""
     if new.dtype.kind == "c":
         return any(_has_lost(part(old), part(new)) for part in (np.real, np.imag))
     if new.dtype.kind != "f":
@@ -225,12 +225,12 @@ def _has_lost(old: np.ndarray, new: np.ndarray) -> bool:
 
 
 def array_spec(array: Array | jax.ShapeDtypeStruct) -> Spec:
-    """The shape of an array and its dtype in JAX."""
+    """Returns the shape of an array, and its dtype in JAX."""
     return Spec(tuple(array.shape), *_in_jax(array.dtype))
 
 
 def in_numpy(array: Array) -> np.ndarray:
-    """An array in NumPy; of keys their words."""
+    """Returns an array in NumPy; for keys, their words."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return np.ascontiguousarray(array).reshape(array.shape)

@@ -1,10 +1,10 @@
-"""Which elements of an array have changed, in few bytes, bit for bit.
+"""Encodes the elements of an array that have changed in few bytes, bit for bit.
 
-Small rates move few of the bits of narrow weights: some 1 to 3 % of bfloat16 elements in a step of Adam at rate 1e-6.
-A change is one row for each element that differs: how many equal ones lie before it, in one byte, and the new element.
-Where more than 255 equal ones lie between, some of these are sent as if they had changed. That is one in 256 at most.
+Small rates change few of the bits of narrow weights: some 1 to 3 % of bfloat16 elements in a step of Adam at rate 1e-6.
+A change has one row for each element that differs: the number of equal elements before it, in one byte, and the new
+element. If more than 255 equal elements lie between, some of these are sent as if they had changed: at most one in 256.
 
-Of 2 % of bfloat16 elements that takes 3.0 % of the bytes of all. A bit for each element takes 8.3 %, in half of the
+For 2 % of bfloat16 elements this takes 3.0 % of the bytes of all. A bit for each element takes 8.3 %, in half of the
 time. `zlib` of the exclusive or takes 3.8 %, in three times the time. At 18 % they take 27, 24 and 17 %
 (`benchmarks/wire.py`).
 """
@@ -17,15 +17,15 @@ _MOST = 0.5  # of the bytes of an array, above which all of it is sent
 
 
 def encode(before: np.ndarray, after: np.ndarray, itemsize: int) -> np.ndarray | None:
-    """The rows that make one array of another.
+    """Returns the rows that turn one array into another.
 
     Args:
         before: the bytes of an array.
         after: as many bytes.
-        itemsize: of an element, in bytes.
+        itemsize: the size of an element in bytes.
 
     Returns:
-        Bytes of shape `(rows, 1 + itemsize)`; `None` where they would be more than half of those of the array, or so.
+        Bytes of shape `(rows, 1 + itemsize)`; `None` if they would be more than about half of the bytes of the array.
     """
     kind = _row(itemsize)
     old, new = (each.view(f"u{itemsize}") for each in (before, after))
@@ -53,10 +53,10 @@ def encode(before: np.ndarray, after: np.ndarray, itemsize: int) -> np.ndarray |
 
 
 def decode(rows: np.ndarray, array: np.ndarray, itemsize: int) -> None:
-    """Changes the bytes of an array by the rows of `encode`."""
+    """Changes the bytes of an array by the rows that `encode` returned."""
     kind = _row(itemsize)
     if rows.size % kind.itemsize:
-        raise ValueError(f"a change has {rows.size:,} bytes, which are no rows of {kind.itemsize}")
+        raise ValueError(f"a change has {rows.size:,} bytes, which is no multiple of {kind.itemsize}")
     these, elements, last = rows.reshape(-1).view(kind), array.view(f"u{itemsize}"), -1
     for start in range(0, these.size, _AT_ONCE):
         some = these[start : start + _AT_ONCE]

@@ -1,4 +1,4 @@
-"""A file of arrays by name: written whole or not at all, and read one array at a time."""
+"""A file of named arrays: written whole or not at all, and read one array at a time."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from .source import PIECE, FilePath, OnDisk, Source, as_text, crc32
 from .words import are_right
 
 PREFIX = "treeparams."
-"""Names in the metadata of a file that begin so are this library's own."""
+"""Names in the metadata of a file that begin with this are reserved for this library."""
 
 _VERSION = 1
 _CHECKSUM, _CHECKSUMS, _WORDS = f"{PREFIX}checksum", f"{PREFIX}checksums", f"{PREFIX}header"
@@ -29,16 +29,16 @@ _SUMS_AT = len(_START) + len(f'{_BLANK}","{_CHECKSUMS}":"')
 
 
 class File:
-    """A file that is open for reading; its header has been checked.
+    """A file that is open for reading, with a checked header.
 
-    Several threads, and forked processes, may read from one `File`.
+    Several threads and forked processes may read from one `File`.
 
     Attributes:
         source: where its bytes are.
-        noun: what it is, in errors: a file, or a message.
+        noun: the word for it in errors: a file, or a message.
         is_ours: whether `save` wrote it.
-        words: all that `save` has said of the tree.
-        metadata: all else that the file says, text by text.
+        words: everything that `save` recorded about the tree.
+        metadata: all other texts of the file, by name.
     """
 
     def __init__(self, source: Source) -> None:
@@ -60,32 +60,32 @@ class File:
 
     @functools.cached_property
     def specs(self) -> Mapping[str, Spec]:
-        """The shape and dtype in JAX of each array, by name."""
+        """The shape and the dtype in JAX of each array, by name."""
         try:
             return specs_of(self._arrays, self._marks)
         except Exception as error:
-            raise self.source.wrong(f"an array is marked as what it cannot be: {error}") from None
+            raise self.source.wrong(f"an array does not fit its mark: {error}") from None
 
     @functools.cached_property
     def _sums(self) -> Mapping[str, str]:
-        """The checksum of each array, if the file says any."""
+        """The checksum of each array, if the file has them."""
         said = [self._said[i : i + len(_BLANK)] for i in range(0, len(self._said), len(_BLANK))]
         return dict(zip(self._arrays, said, strict=True)) if self.is_ours else {}
 
     def dtype(self, name: str) -> Any:
-        """The dtype of an array as it was saved, which NumPy may have and JAX without x64 not."""
+        """Returns the dtype of an array as it was saved, which JAX without x64 may lack."""
         return decoded_kind(self._arrays[name], self._marks.get(name))[1]
 
     def read(self, name: str) -> Any:
-        """An array that agrees with its checksum: of NumPy, in a buffer of its own, or typed keys."""
+        """Reads an array and compares it with its checksum: a NumPy array in a new buffer, or typed keys."""
         return next(self.arrays([name]))[1]
 
     def arrays(self, names: Iterable[str], is_checked: bool = True) -> Iterator[tuple[str, Any]]:
-        """Arrays with their names, in the order of the file, each as `read` gives it.
+        """Yields arrays with their names, in the order of the file, each as `read` returns it.
 
         Args:
-            names: of arrays that are in the file.
-            is_checked: whether to compare each with its checksum, where the file has one.
+            names: names of arrays in the file.
+            is_checked: whether to compare each with its checksum, if the file has one.
         """
         sums = self._sums if is_checked else {}
         for several in _neighbours(in_order(names, self._arrays), self._arrays):
@@ -121,7 +121,7 @@ class File:
 
 
 def file_at(path: FilePath) -> File:
-    """The file at a path, once it is known to have all arrays of a tree."""
+    """Opens the file at a path, after checking that it has all arrays of a tree."""
     file = File(OnDisk(path))
     if (file.words.get("message") or {"since": None})["since"]:
         raise ValueError(f"{file.source.name} is a message that changes another one; write saving.loads(message, have)")
@@ -129,7 +129,7 @@ def file_at(path: FilePath) -> File:
 
 
 def _neighbours(names: list[str], arrays: Mapping[str, Stored]) -> Iterator[list[str]]:
-    """Arrays in the order of the file; those that are small and follow one another together, up to one piece."""
+    """Yields names in the order of the file; small arrays that follow one another together, up to one piece."""
     together, first, last = list[str](), 0, 0
     for name in names:
         _, _, start, stop = arrays[name]
@@ -146,23 +146,23 @@ def _neighbours(names: list[str], arrays: Mapping[str, Stored]) -> Iterator[list
 
 
 def _refuse_other(source: OnDisk) -> None:
-    """Refuses the files of other programs, with the line that reads them."""
+    """Rejects the files of other programs, with the line that reads them."""
     start, name = source.read(0, min(4, source.size))[0].tobytes(), source.name
     if start == b"\x93NUM":
         raise ValueError(
-            f"{name} is written by NumPy, as by eqx.tree_serialise_leaves; read it as it was written, "
-            "eqx.tree_deserialise_leaves(path, like), and save that"
+            f"{name} was written by NumPy, as by eqx.tree_serialise_leaves; read it with "
+            "eqx.tree_deserialise_leaves(path, like), and save the result"
         ) from None
     if _is_of_savez(source.path):
         raise ValueError(
-            f"{name} is written by np.savez; np.load(path) is a source: saving.plan(np.load(path), model)"
+            f"{name} was written by np.savez; use np.load(path) as source: saving.plan(np.load(path), model)"
         ) from None
     # The length of a header may begin with the same two bytes, but a zero follows, which no pickle has there.
     is_pickle = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] != b"\0"
     if is_pickle or start[:4] == b"PK\3\4":
         raise ValueError(
-            f"{name} is a pickle, as PyTorch writes, which may run any code when it is read, and is not "
-            "read here. Where you trust it, convert it once with PyTorch: arrays = torch.load(path, "
+            f"{name} is a pickle, as PyTorch writes, which can run any code when it is read, so treeparams "
+            "does not read it. If you trust it, convert it once with PyTorch: arrays = torch.load(path, "
             'map_location="cpu", weights_only=True), safetensors.torch.save_file({name: array.contiguous().clone() '
             'for name, array in arrays.items()}, "model.safetensors")'
         ) from None
@@ -176,7 +176,7 @@ def _is_of_savez(path: str) -> bool:
 
 
 def _words(source: Source, header: Header) -> dict[str, Any]:
-    """The words of `save`, once the header's checksum is right and all that they say can be."""
+    """Returns the words that `save` wrote, after checking them and the header's checksum."""
     # The checksum is of the header with zeros in its place, since a text cannot hold its own checksum.
     end = len(_START) + len(_BLANK)
     blanked = header.text[: len(_START)] + _BLANK.encode() + header.text[end:]
@@ -191,14 +191,14 @@ def _words(source: Source, header: Header) -> dict[str, Any]:
             and len(header.metadata[_CHECKSUMS]) == len(_BLANK) * len(header.arrays)
         )
     except Exception as error:  # whatever comes of JSON of another kind
-        raise source.wrong(f"what it says of its arrays cannot be read: {in_short(error)}") from None
+        raise source.wrong(f"its description of its arrays cannot be read: {in_short(error)}") from None
     if version != _VERSION:
         raise ValueError(
-            f"{source.name} is of version {version!r} of the format of treeparams.saving, and this library reads "
+            f"{source.name} has version {version!r} of the format of treeparams.saving, but this library reads "
             f"{_VERSION}; install a newer treeparams"
         )
     if not is_right:
-        raise source.wrong("what it says of its arrays is not of these arrays")
+        raise source.wrong("its description of its arrays does not fit them")
     return words
 
 
@@ -206,10 +206,10 @@ def _words(source: Source, header: Header) -> dict[str, Any]:
 
 
 class Draft:
-    """What will be written to a file or to memory: how arrays are stored, and what is said of them.
+    """The content to write to a file or to memory: how arrays are stored, and the words about them.
 
     Attributes:
-        size: of the file, in bytes.
+        size: the size of the file in bytes.
     """
 
     def __init__(self, inventory: Inventory, words: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
@@ -223,7 +223,7 @@ class Draft:
         """Writes a file, whole or not at all. Each array is read once.
 
         The header comes first in the file and holds the checksums, which are known only when all arrays are written. So
-        it is written twice: with blanks of the same length, and in the end with the checksums.
+        it is written twice: first with blanks of the same length, and in the end with the checksums.
         """
         with replacing(as_text(path)) as file:
             file.write(prefixed(self._header))
@@ -238,12 +238,12 @@ class Draft:
             file.write(self._head(sums))
 
     def to_memory(self, parts: Mapping[str, Any]) -> bytes:
-        """The bytes of such a file, from those of the arrays. If these change meanwhile, the checksums tell."""
+        """Returns the bytes of such a file, from those of its arrays. If these change meanwhile, checksums differ."""
         ordered = [parts[name] for name in self._names]
         return b"".join([self._head(list(map(crc32, ordered))), *ordered])
 
     def _head(self, sums: Sequence[int]) -> bytes:
-        """The header with the checksums of the arrays, and its own, which is of a text with blanks in its place."""
+        """Returns the header with the checksums of the arrays, and with its own, made with blanks in its place."""
         header, text = self._header.copy(), hexadecimal(sums).encode()
         header[_SUMS_AT : _SUMS_AT + len(text)] = text
         header[len(_START) : len(_START) + len(_BLANK)] = b"%08x" % zlib.crc32(header)
@@ -251,5 +251,5 @@ class Draft:
 
 
 def hexadecimal(sums: Sequence[int]) -> str:
-    """Checksums as text, of 8 characters each."""
+    """Formats checksums as text, in 8 characters each."""
     return np.array(sums, ">u4").tobytes().hex()

@@ -1,7 +1,7 @@
-"""The safetensors format: a header of JSON that says where each array lies, and then the arrays, one after another.
+"""The safetensors format: a JSON header that gives the place of each array, and then the arrays, one after another.
 
-The package `safetensors` is not needed to read or write it: its reader for NumPy has no floats of 8 bits and no
-checksums, and its errors are of its own class. All that a header says is checked before anything is read or allocated.
+The package `safetensors` is not needed to read or write it. Its reader for NumPy lacks floats of 8 bits and checksums,
+and raises errors of another class. The whole header is checked before anything is read or allocated.
 """
 
 import functools
@@ -32,7 +32,7 @@ WRITTEN = {
     "F32": "float32",
     "F64": "float64",
 }
-"""The dtypes of the format and those of NumPy and JAX, that all its readers know."""
+"""The dtypes of the format that all its readers support, with their names in NumPy and JAX."""
 
 DTYPES = WRITTEN | {
     "C64": "complex64",
@@ -40,11 +40,11 @@ DTYPES = WRITTEN | {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
-"""With those that came later, which are read and never written."""
+"""These and later dtypes, which are read but never written."""
 
 
 class Packed:
-    """A dtype of the format whose elements are packed into bytes, as arrays of NumPy and JAX are not."""
+    """A dtype of the format that packs its elements into bytes, which NumPy and JAX arrays do not do."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,12 +54,12 @@ class Packed:
 
 
 PACKED = {name: Packed(name) for name in ("F4", "F6_E2M3", "F6_E3M2")}
-"""These dtypes by name: an array of one is listed, and not read."""
+"""The packed dtypes by name. Their arrays are listed, but not read."""
 
 _BITS = {name: np.dtype(its).itemsize * 8 for name, its in DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 SMALL = 1 << 14
-"""Bytes of an array that take less time than the calls around them."""
+"""An array of fewer bytes takes less time than the calls around it."""
 
 _LONGEST = 100_000_000  # bytes of a header; the format's own limit
 _PREFIX = 8  # bytes, the length of the header
@@ -71,9 +71,10 @@ _SHORT = 1 << 22  # characters of a header that is remembered
 
 
 Stored = tuple[str, tuple[int, ...], int, int]
-"""An array in a file: its dtype in the format's words, its shape, and where behind the header it starts and stops.
+"""An array in a file: its dtype in the format's words, its shape, and its start and stop after the header.
 
-A file may have 100,000 of these. As plain tuples, unlike objects of a class, Python's search for cycles lets them be.
+A file may have 100,000 of these. As plain tuples, unlike objects of a class, they do not slow down Python's search for
+cycles.
 """
 
 
@@ -87,7 +88,7 @@ class Header(NamedTuple):
 
 
 def read_header(source: Source) -> Header:
-    """The header of a file, once all in it agrees with itself and with the number of bytes."""
+    """Reads the header of a file, and checks that it is consistent, also with the number of bytes."""
     size = source.size
     length = int.from_bytes(source.read(0, min(_PREFIX, size))[0].tobytes(), "little")
     if size < _PREFIX or length > min(size - _PREFIX, _LONGEST):
@@ -107,7 +108,7 @@ def read_header(source: Source) -> Header:
 
 
 def _parsed(text: str) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The arrays and the metadata that a header says."""
+    """Returns the arrays and the metadata in a header."""
     # The messages of a sender differ in their metadata. The entries behind them are the same text each time.
     said, end = _read_json(_DECODER.raw_decode, text, len(_METADATA)) if text.startswith(_METADATA + "{") else (None, 0)
     rest = text[end:]
@@ -117,12 +118,12 @@ def _parsed(text: str) -> tuple[dict[str, Stored], dict[str, str]]:
     rest = "{" + rest[1:].rstrip(" ")
     arrays, again = _remembered(rest) if len(rest) < _SHORT else _entries(rest)
     if again is not _MISSING:
-        raise ValueError("a name stands twice in one object of its header")
+        raise ValueError("a name occurs twice in one object of its header")
     return arrays, _as_metadata(said)
 
 
 def _entries(text: str) -> tuple[dict[str, Stored], Any]:
-    """The arrays that an object of JSON says, and what it says of metadata."""
+    """Returns the arrays in a JSON object, and its metadata."""
     said = _read_json(_DECODER.decode, text)
     if type(said) is not _Object:
         raise ValueError("its header is no JSON object of arrays")
@@ -146,18 +147,18 @@ _remembered = functools.lru_cache(maxsize=8)(_entries)
 
 def _as_metadata(said: object) -> dict[str, str]:
     if type(said) is not _Object or not all(isinstance(value, str) for _, value in said.pairs):
-        raise ValueError("its metadata are not text by text")
+        raise ValueError("its metadata are not a dictionary of texts")
     return _distinct(said.pairs)
 
 
 class _Object(NamedTuple):
-    """An object of JSON that is no entry: its pairs, where a name may stand twice."""
+    """A JSON object that is not an entry: its pairs, in which a name may occur twice."""
 
     pairs: list[tuple[str, Any]]
 
 
 def _as_read(pairs: list[tuple[str, Any]]) -> Stored | _Object:
-    """An object of JSON: an entry is made at once, since 100,000 objects that live on keep Python busy."""
+    """Converts a JSON object; entries are converted at once, because 100,000 objects that live on slow Python down."""
     try:
         return _stored("", pairs)
     except ValueError:
@@ -176,28 +177,28 @@ _MISSING = object()
 
 
 def in_order(names: Iterable[str], arrays: Mapping[str, Stored]) -> list[str]:
-    """The names of arrays in the order of the file; an empty one comes before another that begins where it does."""
+    """Sorts the names of arrays in the order of the file; an empty one before another with the same start."""
     return sorted(names, key=lambda name: arrays[name][2] + arrays[name][3])
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name stands twice in one object of its header")
+        raise ValueError("a name occurs twice in one object of its header")
     return found
 
 
 def _is_size(value: object) -> TypeGuard[int]:
-    """Whether a value of the header is a whole number that 64 bits can hold."""
+    """Returns whether a value of the header is a whole number that fits into 64 bits."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
 def _stored(name: str, pairs: list[tuple[str, Any]]) -> Stored:
-    """One entry of the header, checked: nothing of it is trusted, or used to allocate, before that."""
+    """Returns one entry of the header, checked before any of it is trusted or used to allocate memory."""
     its = dict(pairs)
     if len(its) < len(pairs) or its.keys() != _ENTRY:
         _distinct(pairs)
-        raise ValueError(f"its entry {name!r} is not of a dtype, a shape and two offsets")
+        raise ValueError(f"its entry {name!r} is not a dtype, a shape and two offsets")
     dtype, shape, offsets = its["dtype"], its["shape"], its["data_offsets"]
     if type(dtype) is not str or dtype not in _BITS:
         raise ValueError(f"{name!r} is of the dtype {dtype!r}, which is none of {', '.join(_BITS)}")
@@ -218,7 +219,7 @@ def _stored(name: str, pairs: list[tuple[str, Any]]) -> Stored:
 
 @functools.lru_cache(maxsize=4096, typed=True)  # `True` is no size, though it is equal to 1
 def _shape_and_bits(dtype: str, *shape: object) -> tuple[tuple[int, ...], int]:
-    """The same tuple for equal shapes, and how many bits such an array takes; -1 if there can be no such array."""
+    """Returns a shape, the same tuple for equal ones, and the bits of such an array; -1 if it cannot exist."""
     sizes = tuple([size for size in shape if _is_size(size)])
     # An axis of size 0 counts as 1 here: NumPy refuses a shape whose other axes are too long, empty or not.
     is_right = len(sizes) == len(shape) and _is_size(8 * math.prod(filter(None, sizes)))
@@ -229,7 +230,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def entries_text(kinds: Mapping[str, Any]) -> str:
-    """The entries of a header for arrays of these kinds, in the order in which they will stand in the file."""
+    """Returns the entries of a header for arrays of these kinds, in the order of the file."""
     entries, end = list[str](), 0
     for name, kind in kinds.items():
         start, end = end, end + kind.size
@@ -243,7 +244,7 @@ def _kind_text(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def header_text(metadata: Mapping[str, str], entries: str) -> bytes:
-    """A header of these metadata and of the arrays of `entries_text`."""
+    """Returns a header with these metadata and the arrays of `entries_text`."""
     text = f'{{"__metadata__":{_encode(metadata)}{entries}}}'.encode()
     text += b" " * (-len(text) % 8)  # so that the arrays are aligned
     if len(text) > _LONGEST:
@@ -254,5 +255,5 @@ def header_text(metadata: Mapping[str, str], entries: str) -> bytes:
 
 
 def prefixed(text: bytes | bytearray) -> bytes:
-    """A header as it stands in the file, behind its length."""
+    """Returns a header as it is in the file, after its length."""
     return len(text).to_bytes(_PREFIX, "little") + text

@@ -1,4 +1,4 @@
-"""A file in memory, as one process sends it to another: all arrays, or what has changed of arrays that both have."""
+"""A file in memory that one process sends to another: all arrays, or changes of arrays that both have."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,27 +14,27 @@ from .file import File, hexadecimal
 from .source import InMemory, aligned, crc32
 
 Version = int | tuple[int, int]
-"""A number, or a run and a number; versions of one sender grow."""
+"""A number, or a run and a number. The versions of one sender grow."""
 
 
 def as_version(version: object) -> Version | None:
-    """A version as whole numbers of Python, which may come as one of NumPy."""
+    """Converts a version to Python integers; NumPy integers are accepted too."""
     try:
         if not isinstance(version, (tuple, list)):
             return None if version is None else operator.index(version)  # type: ignore[arg-type]
         run, number = map(operator.index, version)
         return run, number
     except (TypeError, ValueError):
-        raise TypeError(f"a version is a number, or (run, number), got {version!r}") from None
+        raise TypeError(f"a version must be a number, or (run, number), got {version!r}") from None
 
 
 class Message(File):
-    """A message, whose header has been checked.
+    """A message with a checked header.
 
     Attributes:
-        is_tree: whether it is of a tree; else it is of the parameters in a vector or stacks.
-        version: of the arrays, if it says one.
-        since: of a change, what it is a change of.
+        is_tree: whether it is of a tree; otherwise it is of the parameters in a vector or stacks.
+        version: the version of the arrays, or `None`.
+        since: for a change, the version and the arrays that it changes.
         bytes: the message.
     """
 
@@ -52,7 +52,7 @@ class Message(File):
         self.bytes = source.bytes
 
     def fill(self, buffers: Mapping[str, np.ndarray]) -> None:
-        """Copies the bytes of all arrays, each into its buffer; a `ValueError` where one differs from what was sent."""
+        """Copies the bytes of each array into its buffer; raises a `ValueError` if one differs from the sent one."""
         if buffers.keys() != self._arrays.keys():
             raise self.source.wrong("its arrays are not those of its layout")
         self._fill(buffers)
@@ -66,7 +66,7 @@ class Message(File):
         self._compare(sums)
 
     def owned(self) -> Iterator[tuple[str, Any]]:
-        """All arrays with their names, of NumPy, each in a buffer of its own, or typed keys."""
+        """Yields all arrays with their names: NumPy arrays in new buffers, or typed keys."""
         data = {name: aligned(stop - start) for name, (_, _, start, stop) in self._arrays.items()}
         self.fill(data)
         for name in list(data):
@@ -80,7 +80,7 @@ class Message(File):
 
 
 class Change(Message):
-    """The message of all arrays that a change makes of those that you have.
+    """A message with the arrays that a change makes from those that you have.
 
     Args:
         message: the change.
@@ -96,14 +96,13 @@ class Change(Message):
         lacking = [name for name in names if name not in have]
         if lacking:
             raise ValueError(
-                f"the message changes {first_few(lacking)}, of which there is none in what you have"
-                f"{nearest(lacking[0], have)}"
+                f"the message changes {first_few(lacking)}, which you do not have{nearest(lacking[0], have)}"
             )
         if checksum_of(kinds, {name: have[name] for name in names}) != since["checksum"]:
             raise ValueError(
-                "the message is a change of other numbers than you have, or of other dtypes: of another sender, or of "
-                "one that was started anew and counts from the same number. Ask for all arrays, saving.dumps without "
-                "`since`"
+                "the message is a change of other numbers than you have, or of other dtypes: it comes from another "
+                "sender, or from one that was restarted and counts from the same number. Ask for all arrays, "
+                "saving.dumps without `since`"
             )
         self._kinds, self._have, data, first = kinds, have, np.asarray(self.bytes), self._first
         self._rows = {name: data[first + start : first + stop] for name, (_, _, start, stop) in self._arrays.items()}
@@ -129,10 +128,10 @@ class Change(Message):
 def change_of(
     kinds: Mapping[str, Kind], before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]
 ) -> tuple[Inventory, dict[str, np.ndarray], dict[str, Any]]:
-    """How the arrays of a change are stored, their bytes, and what the message says of them.
+    """Returns how the arrays of a change are stored, their bytes, and the words of the message about them.
 
-    An array is left out where no bit has changed. It is sent as rows (`change.encode`), or as it is where these are not
-    worth it.
+    An array is left out if no bit of it has changed. It is sent as rows (`change.encode`), or whole if the rows do not
+    save enough.
     """
     sent, parts, same, changed = dict[str, Kind](), dict[str, np.ndarray](), list[str](), list[str]()
     for name, part in after.items():
@@ -148,6 +147,6 @@ def change_of(
 
 
 def checksum_of(kinds: Mapping[str, Kind], parts: Mapping[str, np.ndarray]) -> str:
-    """A checksum of arrays with their names and dtypes, in whatever order they come."""
+    """Returns a checksum of arrays with their names and dtypes, whatever their order."""
     lines = [f"{name} {kinds[name].dtype} {crc32(parts[name])}\n" for name in sorted(parts)]
     return hexadecimal([crc32("".join(lines).encode())])

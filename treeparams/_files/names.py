@@ -1,4 +1,4 @@
-"""Arrays by name, each read where it is asked for; names as a file has them."""
+"""Named arrays, each read when you access it; and names as files spell them."""
 
 import collections
 import os
@@ -14,12 +14,12 @@ from .words import values_in
 
 
 def name_of(path: str) -> str:
-    """A path as a name in the format, which has one of its own."""
+    """Returns a path as a name in the format, in which one name is reserved."""
     return '"__metadata__"' if path == "__metadata__" else path
 
 
 def split_name(name: str) -> tuple[str, ...]:
-    r"""The entries of a name: of a path, or else what stands between its dots, with quotes where a path has them.
+    r"""Returns the entries of a name, as of a path; if it is not a path, the texts between its dots, quoted.
 
     >>> split_name('"a.b".w'), split_name('"a.w')
     (('"a.b"', 'w'), ('"\\"a"', 'w'))
@@ -31,7 +31,7 @@ def split_name(name: str) -> tuple[str, ...]:
 
 
 def key_of(path: str) -> str:
-    """A path as a name, or as the key of a flat dictionary of arrays, where dots may stand without quotes.
+    """Returns a path as a name, or as the key of a flat dictionary of arrays, in which dots need no quotes.
 
     >>> key_of('"layers.0.weight"'), key_of("layers.0.weight")
     ('layers.0.weight', 'layers.0.weight')
@@ -40,7 +40,7 @@ def key_of(path: str) -> str:
 
 
 def bare(name: str) -> str:
-    """A name without quotes, as people write a key with dots.
+    """Returns a name without quotes, as people write a key with dots.
 
     >>> bare('x."layers.0.weight"'), bare("layers.0.weight")
     ('x.layers.0.weight', 'layers.0.weight')
@@ -49,32 +49,32 @@ def bare(name: str) -> str:
 
 
 def head_of(name: str) -> str:
-    """The first entry of a name: which of several things in a file it belongs to."""
+    """Returns the first entry of a name: the item of a file that it belongs to."""
     return join_path(split_name(name)[:1])
 
 
 def is_below(name: str, node: str) -> bool:
-    """Whether a name is that of a node, or of something below it."""
+    """Returns whether a name is that of a node, or below it."""
     return f"{name}.".startswith(f"{node}.")
 
 
 def heads_of(names: Collection[str], among: Collection[str]) -> list[str]:
-    """The nodes below which all of these names are, as the model in a file of several things."""
+    """Returns the nodes that have all of these names below them, such as the model in a file of several items."""
     heads = dict.fromkeys(map(head_of, among))
     return [head for head in heads if names and all(f"{head}.{name}" in among for name in names)]
 
 
 class Names(Mapping[str, Any]):
-    """Arrays by name, each read where it is asked for.
+    """Named arrays, each read when you access it.
 
     Attributes:
-        specs: shape and dtype in JAX of each, of further names of one array too.
+        specs: the shape and the dtype in JAX for each name, including further names of an array.
         aliases: for each further name of an array, its first name.
-        states: the words on the states of optimisers, by path.
-        numbers: the numbers and texts beside the arrays, by path; `None`: the source says none, whether or not it has.
-        computed: the further names of arrays that a transform makes of others, as a tied weight is transposed. A source
-            need not have these arrays.
-        is_file: whether each array is read into a buffer of its own.
+        states: the words about the states of optimisers, by path.
+        numbers: the numbers and texts beside the arrays, by path; `None` if the source does not record them.
+        computed: the further names of arrays that a transform makes from others, such as a transposed tied weight. A
+            source need not have these arrays.
+        is_file: whether each array is read into a new buffer.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Names(Mapping[str, Any]):
         return f"Names({', '.join(f'{name}: {describe(self.specs[name])}' for name in self)})"
 
     def without_values(self) -> "Names":
-        """The names of the arrays, and their specs, without the arrays."""
+        """Returns the names and specs of the arrays without the arrays."""
         return Names(self.specs, _without_value, self.aliases)
 
     def below(self, path: str) -> "Names":
-        """The names below a node, without its path."""
+        """Returns the names below a node, without its path."""
 
         def inside(names: Iterable[str]) -> dict[str, str]:
             return {name: name[len(path) + 1 :] for name in names if is_below(name, path)}
@@ -133,7 +133,7 @@ class Names(Mapping[str, Any]):
 
 
 def spelt_as(known: Collection[str], given: Names) -> Names:
-    """The same arrays, with the names that are known; others may say the same without quotes, or with them.
+    """Returns the same arrays under the known names; given names may differ from them in quotes.
 
     The keys of a flat dictionary are names as they are. In the paths of a layout, a file or a state they have quotes.
     """
@@ -165,7 +165,7 @@ def _without_value(name: str) -> Any:
 
 
 def names_in(source: object) -> Names | None:
-    """The names of a file, or of several together, or names as they are; `None` of any other source."""
+    """Returns the names in a file or in several files; `Names` unchanged; and `None` for any other source."""
     if isinstance(source, Names):
         return source
     several: Sequence[Any] = source if isinstance(source, (list, tuple)) else [source]
@@ -186,7 +186,7 @@ def _of_file(file: File) -> Names:
 
 
 def _of_several(files: Sequence[Names]) -> Names:
-    """The names of several files together, as of a model that is saved in shards."""
+    """Returns the names of several files together, such as those of a model that is saved in shards."""
     owners: dict[str, Names] = {}
     for file in files:
         for name in file.specs:

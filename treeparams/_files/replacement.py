@@ -1,4 +1,4 @@
-"""The replacement of a file by a new one: written beside it, and in its place when all of it is on the disk."""
+"""Replaces a file by a new one, which is written beside it and moved to its place when all of it is on the disk."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ except ImportError:  # Windows, which does not remove or rename a file that is o
     fcntl = None
 
 _LEFT = 24 * 60 * 60.0
-"""Seconds after which nobody writes to a file any more, where there are no locks that say so."""
+"""Seconds after which a file counts as abandoned where there are no locks."""
 
 
 _IRREGULAR = {
@@ -28,15 +28,15 @@ _IRREGULAR = {
 
 
 def refuse_irregular(path: str, mode: int) -> None:
-    """Refuses a path that is no regular file, by its mode; a folder is refused by the system."""
+    """Rejects a path that is not a regular file, by its mode; the system rejects a folder."""
     kind = _IRREGULAR.get(stat.S_IFMT(mode))
     if kind is not None:
-        raise ValueError(f"{path!r} is {kind}, and arrays are read from and written to regular files alone")
+        raise ValueError(f"{path!r} is {kind}, but arrays are read from and written to regular files only")
 
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[io.BufferedWriter]:
-    """A file that takes the place of the one at a path when all of it is on the disk, with its mode and owner."""
+    """Opens a file that replaces the one at a path when all of it is on the disk, with its mode and owner."""
     try:
         before = os.stat(path)
     except OSError:  # there is nothing yet; or the folder is none, of which writing says more
@@ -73,7 +73,7 @@ def replacing(path: str) -> Iterator[io.BufferedWriter]:
 
 
 def _locked(start: str, end: str, is_private: bool) -> io.BufferedWriter:
-    """A new file that holds a lock; one that takes the place of another is nobody else's until it has its mode."""
+    """Opens a new file and locks it. If it replaces another file, only its owner can read it until it has its mode."""
     while True:
         unfinished = f"{start}{secrets.token_hex(4)}{end}"
         opener = _as_private if is_private else None
@@ -93,10 +93,10 @@ def _as_private(path: str, flags: int) -> int:
 
 
 def _keep_mode(descriptor: int, before: os.stat_result) -> None:
-    """Gives a file the owner and the mode that another one has, as far as the system lets it.
+    """Gives a file the owner and the mode of another one, as far as the system allows it.
 
-    What the mode allows is allowed to its owner and its group. If these cannot be kept, the group may do what everybody
-    may, and nobody runs the file as its owner.
+    The mode grants rights to the owner and the group. If these cannot be kept, the group gets only the rights of
+    everybody, and nobody runs the file as its owner.
     """
     mode, now = stat.S_IMODE(before.st_mode), os.fstat(descriptor)
     for owner, group in ((before.st_uid, -1), (-1, before.st_gid)):
@@ -113,7 +113,7 @@ def _keep_mode(descriptor: int, before: os.stat_result) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """Has the disk hold the new name, too."""
+    """Makes the disk record the new name too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -125,7 +125,7 @@ def _sync_folder(folder: str) -> None:
 
 
 def _remove_unless_written(unfinished: str) -> None:
-    """Removes the file that a killed process has left; one that still writes holds a lock."""
+    """Removes a file that a killed process left; a process that still writes holds a lock."""
     with contextlib.suppress(OSError):
         if fcntl is None:
             if time.time() - os.stat(unfinished).st_mtime > _LEFT:

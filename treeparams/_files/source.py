@@ -16,20 +16,20 @@ from .._tree.text import describe
 from .replacement import refuse_irregular
 
 FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
-"""The path of a file, as `open` takes it."""
+"""The path of a file, as `open` accepts it."""
 
 PIECE = 1 << 20
-"""Bytes that are still in the cache of a processor when they are used again."""
+"""So many bytes are still in the processor's cache when they are used again."""
 
 crc32: Callable[[Any], int] = zlib.crc32
-"""The checksum of bytes, of NumPy too, which type checkers do not take for bytes."""
+"""The checksum of bytes. It also accepts NumPy arrays, which type checkers do not count as bytes."""
 
 _ALIGNED = 64  # JAX copies what is not aligned so
 _LONGEST_REASON = 500  # characters; a name may have millions
 
 
 def as_text(path: object) -> str:
-    """The path of a file as text."""
+    """Returns the path of a file as text."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise TypeError(
             f"expected the path of a file, got {describe(path)}; it comes first: saving.save(path, model), "
@@ -39,12 +39,12 @@ def as_text(path: object) -> str:
 
 
 class Source(abc.ABC):
-    """Bytes that are read.
+    """Bytes to read.
 
     Attributes:
-        name: in errors.
-        noun, kind: what it is, in errors, in short and in full.
-        size: in bytes.
+        name: the name in errors.
+        noun, kind: the words for it in errors, a short one and a full one.
+        size: the size in bytes.
     """
 
     name: str
@@ -54,15 +54,15 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read_at(self, into: memoryview, offset: int) -> int:
-        """Reads from an offset, which no other thread and no forked process moves; returns how many bytes it read."""
+        """Reads from an offset that no other thread or forked process moves; returns the number of bytes read."""
 
     def wrong(self, why: str) -> ValueError:
-        """The error of bytes that cannot be read."""
+        """Makes the error for bytes that cannot be read."""
         why = why if len(why) <= _LONGEST_REASON else f"{why[:_LONGEST_REASON]} ..."
         return ValueError(f"{self.name} is no {self.kind}, or damaged: {why}")
 
     def read(self, start: int, stop: int, is_summed: bool = False) -> tuple[np.ndarray, int]:
-        """Some of the bytes, in a buffer of their own that JAX takes as it is, and their checksum, or 0."""
+        """Reads bytes into a new buffer that JAX uses without a copy; returns it with its checksum, or 0."""
         found, value = aligned(stop - start), 0
         into = found.data
         while len(into):
@@ -76,14 +76,14 @@ class Source(abc.ABC):
 
 
 def aligned(size: int) -> np.ndarray:
-    """A new buffer of so many bytes that JAX takes without a copy."""
+    """Returns a new buffer of `size` bytes that JAX uses without a copy."""
     buffer = np.empty(size + _ALIGNED, np.uint8)
     first = -buffer.ctypes.data % _ALIGNED
     return buffer[first : first + size]
 
 
 class InMemory(Source):
-    """Bytes in memory, as of a message."""
+    """Bytes in memory, such as those of a message."""
 
     name, noun, kind = "the message", "message", "message of saving.dumps"
 
@@ -101,7 +101,7 @@ class InMemory(Source):
 
 
 class OnDisk(Source):
-    """A file that is open for reading. Several threads, and forked processes, may read from it."""
+    """A file that is open for reading. Several threads and forked processes may read from it."""
 
     noun, kind = "file", "safetensors file"
 
@@ -129,7 +129,7 @@ _seeking = threading.Lock()
 
 
 def _opened(path: str) -> io.FileIO:
-    """An open file, once it is known to be a regular one: who opens a FIFO waits for another program."""
+    """Opens a file and checks that it is a regular one; opening a FIFO would wait for another program."""
     flags = getattr(os, "O_NONBLOCK", 0)  # so that not even opening waits
     try:
         file = open(path, "rb", buffering=0, opener=lambda path, given: os.open(path, given | flags))  # noqa: SIM115

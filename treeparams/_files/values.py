@@ -1,7 +1,7 @@
-"""Numbers and texts among the leaves of a tree, as words of a file and back: `5` is `["int", "5"]`.
+"""Converts numbers and texts among the leaves of a tree to words of a file and back: `5` is `["int", "5"]`.
 
-JSON alone does not do. It has no complex numbers, no NaN, no `float32`, and Python reads and writes no number of more
-than 4,300 digits.
+JSON alone is not enough. It has no complex numbers, no NaN and no `float32`, and Python reads and writes only numbers
+of up to 4,300 digits.
 """
 
 import functools
@@ -43,11 +43,11 @@ _FROM_TEXT: Mapping[str, Callable[[str], Any]] = {
 }
 _OF_NUMPY = "numpy."
 LONG: tuple[type, ...] = (np.longdouble, np.clongdouble)
-"""Numbers that are of other bits on each kind of machine, so that no file has them."""
+"""Numbers whose bits differ between kinds of machines, so they are not stored."""
 
 
 def in_words(leaf: Value) -> list[str]:
-    """The type and the value of a number or text.
+    """Returns the type and the value of a number or text as text.
 
     >>> in_words(5), in_words(float("inf")), in_words(True), in_words("gelu")
     (['int', '5'], ['float', 'inf'], ['bool', 'True'], ['str', 'gelu'])
@@ -57,13 +57,13 @@ def in_words(leaf: Value) -> list[str]:
     kind = type(leaf)
     name = kind_in_words(kind)
     if name is None:
-        raise TypeError(f"a {kind.__name__} is no number and no text")
+        raise TypeError(f"a {kind.__name__} is neither a number nor a text")
     # Of a NumPy scalar the bytes are written, which tell one NaN from another.
     return [name, _TO_TEXT[kind](leaf) if kind in _TO_TEXT else np.asarray(leaf).tobytes().hex()]
 
 
 def from_words(said: Sequence[str]) -> Value:
-    """The number or text that a file says; a `ValueError` or `KeyError` where it says none.
+    """Returns the number or text for words of a file; raises a `ValueError` or `KeyError` for other words.
 
     >>> from_words(["int", "5"]), from_words(["float", "inf"])
     (5, inf)
@@ -79,7 +79,7 @@ def from_words(said: Sequence[str]) -> Value:
 
 @functools.lru_cache(maxsize=1024)
 def kind_in_words(kind: type) -> str | None:
-    """How a file names a type of numbers or texts; `None` of any other type.
+    """Returns the name in a file of a type of numbers or texts; `None` for any other type.
 
     >>> kind_in_words(float), kind_in_words(np.float32), kind_in_words(list)
     ('float', 'numpy.float32', None)

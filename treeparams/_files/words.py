@@ -1,4 +1,4 @@
-"""The words of `save` in a file, beside the format: ties, states, numbers; checked before anything uses them."""
+"""The words that `save` adds to a file (ties, states, numbers), checked before anything uses them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from .values import from_words, in_words
 
 
 def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether these words are of the kinds that `save` writes, and of these arrays."""
+    """Returns whether these words are of the kinds that `save` writes, and fit these arrays."""
     ties, marks, states = (words[each] for each in ("ties", "marks", "states"))
     message = words.get("message")
     if message is not None:
@@ -29,12 +29,12 @@ def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def _is_text(said: object) -> bool:
-    """Whether a value of a file is text."""
+    """Returns whether a value of a file is text."""
     return type(said) is str
 
 
 def _is_message(message: Mapping[str, Any]) -> bool:
-    """Whether this says a message: its version, and of a change what it changes."""
+    """Returns whether this describes a message: its version, and for a change the arrays that it changes."""
     since = message["since"]
     return (
         type(message["is_tree"]) is bool
@@ -45,7 +45,7 @@ def _is_message(message: Mapping[str, Any]) -> bool:
 
 
 def _is_version(said: object) -> bool:
-    """Whether this is a number, a run and a number, or nothing."""
+    """Returns whether this is a number, a run and a number, or nothing."""
     return said is None or _is_number(said) or (_are(_is_number, said) and len(said) == 2)  # type: ignore[arg-type]
 
 
@@ -54,33 +54,33 @@ def _is_number(said: object) -> bool:
 
 
 def _is_tie(tie: Sequence[Any]) -> bool:
-    """Whether this is the name of an array, and the transforms by which another one follows from it."""
+    """Returns whether this is the name of an array, and the transforms by which another one follows from it."""
     return _are(_is_text, tie) and len(tie) == 2
 
 
 def _is_mark(mark: Mapping[str, Any]) -> bool:
-    """Whether this says that an array is of another dtype than it is stored as, or holds keys."""
+    """Returns whether this marks an array as one of another dtype than the stored one, or of keys."""
     return len(mark) == 1 and mark.keys() <= {"key", "dtype"} and all(map(_is_text, mark.values()))
 
 
 def _is_value(said: Sequence[Any]) -> bool:
-    """Whether this says a number or a text, as `save` says it."""
+    """Returns whether this is a number or a text in the words of `save`."""
     return _are(_is_text, said) and in_words(from_words(said)) == said
 
 
 def _is_slot(slot: Sequence[Any]) -> bool:
-    """Whether this is a parameter: its path, its aliases, its shape and its dtype."""
+    """Returns whether this is a parameter: its path, its aliases, its shape and its dtype."""
     path, aliases, shape, dtype = slot
     return _is_text(path) and _are(_is_text, aliases) and _are(_is_count, shape) and _is_text(dtype)
 
 
 def _is_location(location: Sequence[Any]) -> bool:
-    """Whether this says where a parameter lies in a vector or in stacks, and its shape."""
+    """Returns whether this is the place of a parameter in a vector or in stacks, and its shape."""
     return len(location) == 2 and _is_text(location[0]) and _are(_is_count, location[1])
 
 
 def _is_state(state: Mapping[str, Any]) -> bool:
-    """Whether this is a state: its parameters, their histories, and how each history divides its arrays."""
+    """Returns whether this is a state: its parameters, their histories, and how each history divides its arrays."""
     histories = [*state["running"], *state["held"]]
     are_histories = all(_are(_is_text, each) for each in histories) and _are(_is_count, state["origins"])
     if not (are_histories and _are(_is_slot, state["slots"]) and len(state["origins"]) == len(histories)):
@@ -92,10 +92,10 @@ def _is_state(state: Mapping[str, Any]) -> bool:
 
 
 def _is_division(said: Mapping[str, Any], count: int) -> bool:
-    """Whether a file divides the arrays of a history as `save` does, among so many parameters.
+    """Returns whether this divides the arrays of a history among `count` parameters, as `save` does.
 
-    A file may be damaged, or made to do harm. So each number is compared with the length of the list that it is an
-    index of, here, before `division_in` uses it.
+    A file may be damaged, or made to do harm. So each number is compared here with the length of the list that it
+    indexes, before `division_in` uses it.
     """
 
     def is_block(block: Sequence[Any]) -> bool:
@@ -117,22 +117,22 @@ def _is_division(said: Mapping[str, Any], count: int) -> bool:
 
 
 def _is_count(said: object) -> bool:
-    """Whether a value of a file is a whole number that counts something."""
+    """Returns whether a value of a file is a whole number that counts something."""
     return type(said) is int and said >= 0  # not `isinstance`: `true` is an `int` to Python
 
 
 def _are(is_one: Callable[[Any], bool], several: object) -> bool:
-    """Whether a value of a file is a list, and each entry passes a test."""
+    """Returns whether a value of a file is a list, and each of its entries passes a test."""
     return type(several) is list and all(map(is_one, several))
 
 
 def values_in(words: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The numbers and texts that a file says, by path; a file of an older `save` says none."""
+    """Returns the numbers and texts in a file, by path; a file of an older `save` has none."""
     return words.get("values", {})
 
 
 class History(NamedTuple):
-    """A history of a state, as a file says it."""
+    """A history of a state, as a file records it."""
 
     side: str  # "runs", or "held" if its parameters wait
     path: str  # of its arrays in the state
@@ -140,16 +140,16 @@ class History(NamedTuple):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Tells it from the other ones of a state, whatever their order; each parameter has one history."""
+        """Identifies the history among those of a state, whatever their order; each parameter has one history."""
         return self.side, *self.parameters
 
 
 def histories_in(words: Mapping[str, Any]) -> list[History]:
-    """The histories of a state in the order of the counts."""
+    """Returns the histories of a state in the order of the counts."""
     sides = (("runs", words["running"]), ("held", words["held"]))
     return [History(side, f"{side}.{i}", paths) for side, several in sides for i, paths in enumerate(several)]
 
 
 def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:
-    """The shapes and dtypes of the parameters that a state is said to be of."""
+    """Returns the shapes and dtypes of the parameters that a state belongs to."""
     return {path: Spec(tuple(shape), np.dtype(dtype), True) for path, _, shape, dtype in words["slots"]}

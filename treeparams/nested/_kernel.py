@@ -38,9 +38,9 @@ def kernel(
     It is the matrix of MinSR (Chen and Heyl, 2024), of Gaussian processes from networks (Jacot et al., 2018) and of
     Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter. Up to 2**26 elements of
     J, all rows are computed at once. A larger J is never in memory: it is computed in blocks of as many rows as there
-    are samples, or of `chunk` rows, and beside the result and the values in f itself no array is larger than these rows of the
-    largest parameter. The price: the backward pass is repeated for each pair of blocks. That is little beside the
-    products of dense weights, and much for convolutions.
+    are samples, or of `chunk` rows, and beside the result and the values in f itself no array is larger than these rows
+    of the largest parameter. The price: the backward pass is repeated for each pair of blocks. That is little beside
+    the products of dense weights, and much for convolutions.
 
     Call it within `jax.jit`: its loops are compiled anew at each call outside. On a mesh with explicit axes, samples
     and parameters are first brought together on each device; to share the work, use `axis_name`.

@@ -1,8 +1,8 @@
-"""Arrays by name: trees into files and back, and from any arrays by name into a model.
+"""Saves trees to files and loads them back, and moves arrays from other programs into a model by name.
 
-`save` and `load` keep a tree - model, optimiser, average - in one file, by path. `plan` says which array goes where,
-from any arrays by name into a model, before you load anything; it takes states and averages along. `dumps` and
-`loads` are `save` and `load` for messages between processes.
+`save` and `load` keep a tree (a model, an optimiser's state, an average) in one file, by path. `plan` maps named arrays
+from any source to the arrays of a model, and shows you the mapping before you load anything. It carries optimiser
+states and averages along. `dumps` and `loads` do the same as `save` and `load` for messages between processes.
 """
 
 from ._message import dumps as dumps, loads as loads

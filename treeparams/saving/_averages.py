@@ -1,4 +1,4 @@
-"""Averages of the model before, as those of the model after."""
+"""Carries averages of the old model over to the new one."""
 
 from typing import Any, TypeVar
 
@@ -20,12 +20,12 @@ M = TypeVar("M")
 
 
 def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
-    """An average as one of the model after; see `Plan.average`."""
+    """Carries an average over to the new model; see `Plan.average`."""
     if not isinstance(like, Ema):
         raise TypeError(f"expected a fresh average of the new model, like=tp.Ema(model, ...), got {describe(like)}")
     if not {"count", "weight"} <= source.specs.keys():
         raise ValueError(
-            'expected a tp.Ema, or the names of one, as saving.names(path, "average") of a file; got names such as '
+            'expected a tp.Ema, or the names of one, such as saving.names(path, "average"); got names such as '
             f"{first_few(list(source)[:3])}"
         )
     shadows, treedef = jtu.tree_flatten(like.shadow)
@@ -39,7 +39,7 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
 
 
 def _moved(movers: Movers, source: Names, path: str, like: Array, done: Done) -> Array:
-    """The average for a path of the model after; where nothing comes, the fresh one."""
+    """Returns the average for a path of the new model; the fresh one if nothing comes there."""
     if not movers.sources(path):
         return like
     is_plain = movers.is_plain(path)
@@ -48,18 +48,18 @@ def _moved(movers: Movers, source: Names, path: str, like: Array, done: Done) ->
         array, want = _average_of(source, movers.roots.get(name, name)), movers.specs[name]
         if not is_plain and array.shape != want.shape:
             raise ValueError(
-                f"the average of {name!r} is {describe(array)}, and the plan's source has {describe(want)}"
+                f"the average of {name!r} is {describe(array)}, but the plan's source has {describe(want)}"
             )
         return array
 
     new = movers.move(path, read, done)
     if new.shape != like.shape:
-        raise ValueError(f"the average of {path!r} is {describe(new)}, and of the model's shape {describe(like)}")
+        raise ValueError(f"the average of {path!r} is {describe(new)}, but like has {describe(like)} there")
     return placed(path, in_dtype(new, like.dtype), like)
 
 
 def _average_of(source: Names, name: str) -> Any:
-    """The average of a parameter before, or another array of its model."""
+    """Returns the average of an old parameter, or another array of its model."""
     # An average has the trained parameters as a canonical tree, and all other arrays in its `rest`, by path. Which of
     # the two a name is in may have changed since: a parameter that trained may be frozen now.
     shadow = f"shadow.{name}" if name else "shadow"
@@ -67,4 +67,4 @@ def _average_of(source: Names, name: str) -> Any:
     for known in (shadow, f"rest.{quote(name)}", f"shadow.{quote(name)}", f"rest.{quote(quote(name))}"):
         if known in source.specs:
             return source[known]
-    raise ValueError(f"the average has nothing of {name!r}{nearest(shadow, source.specs)}")
+    raise ValueError(f"the average has no array for {name!r}{nearest(shadow, source.specs)}")

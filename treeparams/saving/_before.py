@@ -1,8 +1,8 @@
-"""A state of the model before: its histories, and which of them each name of a plan's source has.
+"""A state of the old model: its histories, and the parameter and history of each name of a plan's source.
 
-A file, or a plan's source, has other words for a parameter than its path where a program has a dictionary of dotted
-keys, or where ties are others now; so parameters are looked up here. Groups of parameters have other labels in another
-program, and each parameter is in one of them: labels in the paths of arrays are ignored (`unlabelled`).
+A file, or a plan's source, may name a parameter differently from its path, because a program has a dictionary of dotted
+keys, or because ties have changed; so this file looks parameters up. In another program groups of parameters have other
+labels, and each parameter is in one of them, so labels in the paths of arrays are ignored (`unlabelled`).
 """
 
 import collections
@@ -30,23 +30,23 @@ from ..optim._plain import known_history
 from ._contents import division_in
 from ._movers import Movers
 
-_TRACED = "plan.state is called between steps, outside of jax.jit: what it makes goes by their number"
+_TRACED = "call plan.state between steps, outside of jax.jit: its result depends on the number of steps"
 
 
 def unlabelled(entries: Entries) -> Entries:
-    """The entries of a path with a star for each label of a group."""
+    """Returns the entries of a path with a star for each label of a group."""
     return tuple(["*" if i and entries[i - 1] == "inner_states" else entry for i, entry in enumerate(entries)])
 
 
 def labelled_in(entries: Entries) -> Iterator[Entries]:
-    """The beginnings of a path that end with the label of a group, the innermost first."""
+    """Yields the beginnings of a path that end with the label of a group, the innermost first."""
     for i in reversed(range(len(entries) - 1)):
         if entries[i] == "inner_states":
             yield entries[: i + 2]
 
 
 def members_in(copies: Copies) -> Mapping[Entries, Set[str]]:
-    """The parameters in each group that keeps arrays of parameters, by the path of its state."""
+    """Returns the parameters in each group that keeps arrays of parameters, by the path of its state."""
     found = collections.defaultdict[Entries, set[str]](set)
     for place, path in copies.at:
         for head in labelled_in(place[0]):
@@ -55,7 +55,7 @@ def members_in(copies: Copies) -> Mapping[Entries, Set[str]]:
 
 
 class Arrays(Mapping[Entries, Any]):
-    """The arrays of a history by the rest of their names, each read once, where it is asked for."""
+    """The arrays of a history by the rest of their names, each read once, when you access it."""
 
     def __init__(self, source: Names, path: str = "") -> None:
         depth = len(split_path(path))
@@ -78,13 +78,13 @@ class Arrays(Mapping[Entries, Any]):
         if isinstance(array, Tracer):
             raise ValueError(_TRACED)
         if isinstance(array, jax.ShapeDtypeStruct):
-            raise ValueError(f"the state is needed at {name!r}, and has no values there: expected arrays")
+            raise ValueError(f"the state has no values at {name!r}, where they are needed: expected arrays")
         return as_in_jax(name, array)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Before:
-    """A history of the state before."""
+    """A history of the old state."""
 
     at: Entries  # where it is in the state
     copies: Copies
@@ -97,17 +97,17 @@ class Before:
         return {((unlabelled(place[0]), place[1]), path): found for (place, path), found in self.copies.at.items()}
 
     def piece(self, place: Place, path: str) -> Piece:
-        """The piece of a parameter at a place, whatever its group is called; a `KeyError` if there is none."""
+        """Returns the piece of a parameter at a place, whatever its group is called; a `KeyError` if there is none."""
         entries, owners, number = self._pieces[(unlabelled(place[0]), place[1]), path]
         return Piece(self.copies.arrays[entries], owners, number)
 
     @functools.cached_property
     def _groups(self) -> dict[tuple[Entries, str], Entries]:
-        """The group of each parameter, as the path of its state, by this path without labels."""
+        """The path of the group of each parameter, by this path without labels and the parameter."""
         return {(unlabelled(head), path): head for head, paths in self._members.items() for path in paths}
 
     def same(self, entries: Entries, path: str) -> Entries:
-        """The path of an array in the groups of a parameter, which are called so here."""
+        """Returns the path of an array with the labels that a parameter's groups have in this state."""
         heads = ((head, self._groups.get((unlabelled(head), path))) for head in labelled_in(entries))
         return next(((*its, *entries[len(head) :]) for head, its in heads if its is not None), entries)
 
@@ -116,20 +116,20 @@ class Before:
         return members_in(self.copies)
 
     def is_of_others(self, entries: Entries, paths: Set[str]) -> bool:
-        """Whether an array is of a group of none of these parameters."""
+        """Returns whether an array belongs to a group that has none of these parameters."""
         members = [its for head in labelled_in(entries) if (its := self._members.get(head))]
         return bool(members) and members[0].isdisjoint(paths)
 
 
 class Source(NamedTuple):
-    """The histories of a state before, and of names of the plan's source their path and history."""
+    """The histories of an old state; and the path and the history of each name of the plan's source."""
 
     histories: list[Before]
     of: dict[str, tuple[str, Before]]
 
 
 def histories_before(movers: Movers, source: Names, tx: object) -> Source:
-    """The histories of a state, which must be of the plan's source; `tx` is the rule of a state of plain Optax."""
+    """Returns the histories of a state of the plan's source; `tx` is the rule of a state of plain Optax."""
     words = source.states.get("")
     if words is not None:
         histories, aliases = _of_words(source, words), {path: also for path, also, *_ in words["slots"]}
@@ -142,14 +142,14 @@ def histories_before(movers: Movers, source: Names, tx: object) -> Source:
             names = [name for name in (name_of(path), path, key_of(path)) if name in movers.specs]
             if not names:
                 raise ValueError(
-                    f"the state is of {path!r}, and the plan's source has no such name{nearest(path, movers.specs)}; "
-                    "make the plan from the model that the state is of"
+                    f"the state has {path!r}, but the plan's source has no such name{nearest(path, movers.specs)}; "
+                    "make the plan from the model that the state belongs to"
                 )
             spec = movers.specs[names[0]]
             if spec.shape != tuple(shape):
                 raise ValueError(
-                    f"the state is of an array of shape {tuple(shape)} at {path!r}, and the plan's source has "
-                    f"{describe(spec)} there; make the plan from the model that the state is of"
+                    f"the state has a parameter of shape {tuple(shape)} at {path!r}, but the plan's source has "
+                    f"{describe(spec)} there; make the plan from the model that the state belongs to"
                 )
             found[names[0]] = path, history
             also |= dict.fromkeys(aliases.get(path, ()), (path, history))
@@ -157,14 +157,14 @@ def histories_before(movers: Movers, source: Names, tx: object) -> Source:
 
 
 def _with_ties(movers: Movers, found: dict[str, tuple[str, Before]]) -> dict[str, tuple[str, Before]]:
-    """The histories of names, where one that has none has that of its tie."""
+    """Gives each name without a history that of its tie."""
     of_roots = {movers.roots.get(name, name): its for name, its in reversed(found.items())}
     every = {name: of_roots.get(movers.roots.get(name, name)) for name in movers.specs}
     return {name: its for name, its in every.items() if its is not None} | found
 
 
 def _of_words(source: Names, words: Mapping[str, Any]) -> list[Before]:
-    """The histories of a state of a transformation over models."""
+    """Returns the histories of a state of a transformation over models."""
     specs, found = specs_in(words), list[Before]()
     for number, (side, path, paths) in enumerate(histories_in(words)):
         arrays = Arrays(source, path)
@@ -176,7 +176,7 @@ def _of_words(source: Names, words: Mapping[str, Any]) -> list[Before]:
 
 
 def _steps(count: Array | jax.ShapeDtypeStruct) -> int:
-    """The number of steps that a history has taken."""
+    """Returns the number of steps that a history has taken."""
     if isinstance(count, Tracer):
         raise ValueError(_TRACED)
     if isinstance(count, jax.ShapeDtypeStruct):
@@ -188,23 +188,23 @@ def _steps(count: Array | jax.ShapeDtypeStruct) -> int:
 
 
 def _check_plain(movers: Movers, source: Names, tx: object) -> None:
-    """Refuses the names of a model, and a state of plain Optax without its rule."""
+    """Rejects the names of a model, and a state of plain Optax without its rule."""
     names = list(source)
     expected = (
-        'expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "optimiser") '
-        f"of a file; got {f'names such as {first_few(names[:3])}' if names else 'no arrays'}"
+        "expected a state of optim.trainable, flat or stacked, or the names of one, such as "
+        f'saving.names(path, "optimiser"); got {f"names such as {first_few(names[:3])}" if names else "no arrays"}'
     )
     if names and all(name in movers.specs for name in names):
         raise ValueError(f"{expected}, which are those of the model")
     if tx is None:
         raise TypeError(
-            f"{expected}. Of a state of plain Optax pass the rule that made it, too: plan.state(state, like=..., "
+            f"{expected}. For a state of plain Optax also pass the rule that made it: plan.state(state, like=..., "
             "tx=optax.adam(...))"
         )
 
 
 def _of_plain(movers: Movers, source: Names, tx: object) -> Before:
-    """The one history of a state of plain Optax, over a tree of arrays that have the names of the plan's source."""
+    """Returns the one history of a state of plain Optax, over arrays with the names of the plan's source."""
     numbers = {split_name(name): number for name, number in (source.numbers or {}).items()}
     arrays: Mapping[Entries, Any] = collections.ChainMap(cast(Any, Arrays(source)), numbers)
     tree = _tree_of(movers.specs, {entry for entries in arrays for entry in entries})
@@ -213,7 +213,7 @@ def _of_plain(movers: Movers, source: Names, tx: object) -> Before:
 
 
 def _tree_of(specs: Mapping[str, Spec], written: Set[str]) -> PyTree:
-    """Dictionaries in which arrays have these names as paths; `written` are the entries of the paths of a state."""
+    """Returns dictionaries whose arrays have these names as paths; `written`: the entries in the paths of a state."""
     tree: dict[str, Any] = {}
     for name, spec in specs.items():
         leaf, node, entries = jax.ShapeDtypeStruct(*spec[:2]), tree, split_name(name)

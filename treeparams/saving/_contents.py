@@ -1,4 +1,4 @@
-"""The arrays of a tree that are stored, each once, under its path; numbers, ties and histories in words."""
+"""The arrays of a tree to store, each once, under its path; and its numbers, ties and histories in words."""
 
 import collections
 import functools
@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 
 class Contents:
-    """A tree as the arrays that are stored, those that are made of them, and leaves that are no arrays.
+    """A tree, split into the arrays to store, arrays that follow from these, and other leaves.
 
     Attributes:
         leaves: all leaves.
-        structure: of the tree.
-        aliases: of each array that is not stored, how it follows from one that is; by leaf.
-        names: of all arrays, by leaf. A name is a path.
+        structure: the structure of the tree.
+        aliases: for each array that is not stored, how it follows from one that is; by leaf.
+        names: the names of all arrays, by leaf. A name is a path.
     """
 
     def __init__(self, tree: PyTree, trainable: Trainable = None) -> None:
@@ -54,7 +54,7 @@ class Contents:
 
     @property
     def stored(self) -> dict[str, int]:
-        """The leaves that are stored, by name."""
+        """The leaves to store, by name."""
         return {name: i for i, name in self.names.items() if i not in self.aliases}
 
     @property
@@ -70,24 +70,24 @@ class Contents:
 
     @functools.cached_property
     def leaf_at(self) -> dict[str, int]:
-        """The leaf at each path, and at each path without quotes: so a key with dots is written where it is a name."""
+        """The leaf at each path, with and without quotes, so that you may write a key with dots where it is a name."""
         leaves = {name: i for i, name in self.names.items()}
         count = collections.Counter(map(bare, leaves))
         return {text: i for name, i in leaves.items() if count[text := bare(name)] == 1} | leaves
 
     @functools.cached_property
     def short_names(self) -> dict[int, str]:
-        """The leaves by the names that you write in `rename`: without quotes, where it reads them so."""
+        """The names that you write in `rename`, by leaf: without quotes where `rename` understands that."""
         short = {i: bare(name) for i, name in self.names.items() if '"' in name}
         is_read = {i: all(quote(entry) == entry for entry in text.split(".")) for i, text in short.items()}
         return self.names | {i: text for i, text in short.items() if self.leaf_at.get(text) == i and is_read[i]}
 
     def spec(self, i: int) -> Spec:
-        """Shape and dtype in JAX of an array."""
+        """Returns the shape and dtype that an array has in JAX."""
         return self.structure.spec(i)
 
     def store_what_differs(self) -> None:
-        """Has an alias stored by itself that is another array than its source gives, as before `tp.tie`."""
+        """Stores an alias separately if it is another array than its source gives, as before `tp.tie`."""
         first = self.structure.first
         for i, alias in [*self.aliases.items()]:
             have, source = self.leaves[i], self.leaves[alias.source]
@@ -102,7 +102,7 @@ class Contents:
                         self.aliases[i] = Alias(i, first[i], ())
 
     def leaves_with(self, values: Mapping[int, Any]) -> list[Any]:
-        """The leaves with these values where they are stored, and the arrays that follow from them at their aliases."""
+        """Returns the leaves with these values for stored arrays, and with the arrays that follow for their aliases."""
         leaves = [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
         for i, alias in self.aliases.items():
             if alias.source in values:
@@ -112,12 +112,12 @@ class Contents:
 
     @functools.cached_property
     def states(self) -> dict[str, TrainableState]:
-        """The states of `optim.trainable` and the like, by path."""
+        """The states of `optim.trainable` and similar functions, by path."""
         return self._of_class(TrainableState)
 
     @property
     def ways_back(self) -> dict[str, Restructure[Any]]:
-        """The ways back from vectors and stacks, by path."""
+        """The `Restructure`s of vectors and stacks, by path."""
         return self._of_class(Restructure)
 
     def _of_class(self, cls: type[T]) -> dict[str, T]:
@@ -137,7 +137,7 @@ class Contents:
         return declared_frozen(self.structure)
 
     def digest(self, aliases: Mapping[int, Alias]) -> str:
-        """That of the layout of the tree, `tp.layout(tree).digest`, where these are the aliases."""
+        """Returns the digest of the tree's layout, `tp.layout(tree).digest`, for these aliases."""
         structure, frozen = self.structure, self.frozen
         ties = [alias for i, alias in aliases.items() if structure.is_parameter(i)]
         trained = [structure.is_parameter(i) and i not in frozen for i in range(len(self.leaves))]
@@ -150,13 +150,13 @@ class Contents:
 
 
 def places_in_words(restructure: Restructure[Any]) -> dict[str, Any]:
-    """Where each parameter lies in the vector, or in the stacks, that this is the way back from, and its shape."""
+    """Returns the place and the shape of each parameter in the vector or the stacks that `restructure` opens."""
     places = known_leaves(restructure)[2]
     return {slot.path: [places[slot.path], list(slot.shape)] for slot in restructure.layout.slots}
 
 
 def state_in_words(state: TrainableState) -> dict[str, Any]:
-    """The parameters that a state is of, which of them have one history, and which each array is of."""
+    """Returns the parameters of a state, their histories, and the parameters that each array belongs to, in words."""
     index, roles = index_of(state.layout), state.roles
     paths, spec = index.structure.paths, index.structure.spec
     slots = []
@@ -175,9 +175,10 @@ def state_in_words(state: TrainableState) -> dict[str, Any]:
 
 
 def _division_in_words(run: PyTree, division: Division, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """The owners of each array by its path: a block of parameters, how many entries are before and after it, an axis.
+    """Returns the owners of each array by its path.
 
-    An array that all parameters share is not named.
+    The owners are a block of parameters, the numbers of entries before and after it, and an axis. Arrays that all
+    parameters share are left out.
     """
     arrays, problem = entries_of(run), division.problem
     if not problem and len(arrays) != len(division.owners):
@@ -195,7 +196,7 @@ def _division_in_words(run: PyTree, division: Division, numbers: Mapping[str, in
 
 
 def division_in(words: Mapping[str, Any], number: int, arrays: Collection[Entries]) -> Division:
-    """The owners of each of these arrays of a history."""
+    """Returns the owners of each of these arrays of a history."""
     said, paths = words["divisions"][number], [path for path, *_ in words["slots"]]
 
     def owners_of(entries: Entries) -> Owners | None:
@@ -211,6 +212,6 @@ def division_in(words: Mapping[str, Any], number: int, arrays: Collection[Entrie
 
 
 def _have_same_bits(one: Array, other: Array) -> bool:
-    """Whether two arrays have the same bits."""
+    """Returns whether two arrays have the same bits."""
     is_same = (one.shape, one.dtype) == (other.shape, other.dtype)
     return is_same and all(a == b for a, b in zip(pieces_of(one), pieces_of(other), strict=True))

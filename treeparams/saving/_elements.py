@@ -1,9 +1,9 @@
-"""What a function of arrays does with their elements, read from its program, as JAX traces it.
+"""Reads from its JAX program how a function of arrays moves their elements.
 
-Each operation on elements has to be one that moves them. What is computed of constants alone, such as the rows of
-`x[jnp.array([2, 0, 1])]`, may be anything. A transpose, a slice, a concatenation never repeat an element, so a program
-of these in which each array is used once is seen to move elements without a look at these, and moves any arrays of the
-same shapes.
+Each operation on elements must be one that moves them. Operations on constants alone, such as those for the rows of
+`x[jnp.array([2, 0, 1])]`, may compute anything. A transpose, a slice or a concatenation never repeats an element. So a
+program of such operations that uses each array once can only move elements: there is no need to look at the elements,
+and the program moves any arrays of the same shapes.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from .._tree.dtypes import common_dtype, in_dtype, is_complex, is_inexact
 
 
 class NotMovedError(Exception):
-    """A function does more than move elements."""
+    """Raised if a function does more than move elements."""
 
 
 # -- Reading -----------------------------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ class NotMovedError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Elements:
-    """An array of elements, an argument or the result of an operation; any other value is a constant."""
+    """An array of elements: an argument, or the result of an operation. Any other value is a constant."""
 
     step: "Step | None" = None
 
@@ -53,7 +53,7 @@ _COMMUTE = {"add", "mul"}
 
 
 def results_of(program: ClosedJaxpr, arguments: Sequence[Elements]) -> list[Elements]:
-    """The results of a program of elements, all of which are elements."""
+    """Returns the results of a program for these arguments, all of which must be elements."""
     results = _read(program.jaxpr, program.consts, arguments)
     if not all(map(are_elements, results)):
         raise NotMovedError
@@ -61,7 +61,7 @@ def results_of(program: ClosedJaxpr, arguments: Sequence[Elements]) -> list[Elem
 
 
 def _read(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The results of a program, of elements and of constants."""
+    """Returns the results of a program for elements and constants."""
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
     for eqn in jaxpr.eqns:
         known.update(zip(eqn.outvars, _read_step(eqn, _values(eqn.invars, known)), strict=True))
@@ -69,15 +69,15 @@ def _read(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[An
 
 
 def _values(atoms: Sequence[Any], known: Mapping[Any, Any]) -> list[Any]:
-    """The values of literals and of variables."""
+    """Returns the values of literals and of variables."""
     return [atom.val if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
 
 def _read_step(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    """The results of one operation.
+    """Returns the results of one operation.
 
-    An operation on constants alone runs as it is. Any other one but those that move elements would compute something
-    of them.
+    An operation on constants alone runs as it is. Any other operation that does not move elements raises
+    `NotMovedError`.
     """
     name, program = eqn.primitive.name, called(eqn)
     if not any(map(are_elements, values)):
@@ -102,18 +102,18 @@ def _read_step(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
 
 
 def are_elements(value: object) -> bool:
-    """Whether a value is no constant."""
+    """Returns whether a value consists of elements, and is not a constant."""
     return isinstance(value, Elements)
 
 
 def _is_rounding(eqn: Any) -> bool:
-    """Whether a conversion changes no more than digits."""
+    """Returns whether a conversion changes only the precision."""
     before, after = (atom.aval.dtype for atom in (eqn.invars[0], eqn.outvars[0]))
     return is_inexact(before) and is_inexact(after) and is_complex(before) == is_complex(after)
 
 
 def _kept(eqn: Any, values: list[Any]) -> Elements | None:
-    """The elements to which zero is added, or that are multiplied by one."""
+    """Returns the elements if the operation adds zero to them or multiplies them by one."""
     name = eqn.primitive.name
     if name not in _NEUTRAL:
         return None
@@ -126,7 +126,7 @@ def _kept(eqn: Any, values: list[Any]) -> Elements | None:
 
 
 def _is_mask(values: Sequence[Any]) -> bool:
-    """Whether elements are multiplied by constant zeros and ones."""
+    """Returns whether elements are multiplied by constant zeros and ones."""
     constants = [np.asarray(value) for value in values if not are_elements(value)]
     return len(constants) == 1 and bool(np.all((constants[0] == 0) | (constants[0] == 1)))
 
@@ -135,7 +135,7 @@ def _is_mask(values: Sequence[Any]) -> bool:
 
 
 def _steps_to(results: Sequence[Elements]) -> list[Step]:
-    """The operations that results are made by, each behind those that it needs."""
+    """Returns the operations that make these results, each after those that it needs."""
     found: dict[int, Step] = {}
     waiting = [result.step for result in results if result.step is not None]
     while waiting:
@@ -150,13 +150,13 @@ def _steps_to(results: Sequence[Elements]) -> list[Step]:
 
 
 def arguments_of(result: Elements) -> list[Elements]:
-    """The arguments that a result is made of."""
+    """Returns the arguments that a result is made from."""
     operands = [each for step in _steps_to([result]) for each in step.operands if are_elements(each)]
     return [*{id(each): each for each in (result, *operands) if each.step is None}.values()]
 
 
 def are_seen_to_move(results: Sequence[Elements]) -> bool:
-    """Whether operations that never repeat an element take each array of elements once."""
+    """Returns whether all operations are of kinds that never repeat an element, and use each array once."""
     steps = _steps_to(results)
     used = [*results, *(each for step in steps for each in step.operands if are_elements(each))]
     return len(set(map(id, used))) == len(used) and all(map(_is_simple, steps))
@@ -176,7 +176,7 @@ def _is_simple(step: Step) -> bool:
 def run(
     results: Sequence[Elements], arrays: Mapping[int, Any], do: Callable[[Step, list[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """The arrays in place of results, where those in place of arguments are known by `id`."""
+    """Returns the arrays for the results. `arrays` has the array for each argument, by the argument's `id`."""
     known = dict(arrays)
     for step in _steps_to(results):
         values = [known[id(each)] if are_elements(each) else each for each in step.operands]
@@ -185,7 +185,7 @@ def run(
 
 
 def move(step: Step, values: list[Any]) -> list[Any]:
-    """The results of an operation that is seen to move elements, of arrays of any dtype."""
+    """Runs an operation that moves elements on arrays of any dtype."""
     if step.eqn.primitive.name in JOINS:  # what is cast in the program is not cast here
         dtype = common_dtype([array.dtype for array in values])
         values = [in_dtype(array, dtype) for array in values]

@@ -1,4 +1,4 @@
-"""The arrays that a plan is given: compared with those that it was made of, and put into the model."""
+"""The arrays that a plan is called with: compared with those that it was made from, and put into the model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,10 +20,10 @@ from ._rename import Route, stack, unstack
 
 
 def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
-    """The given arrays by the names of a plan; an error if they are not those that the plan was made of.
+    """Returns the given arrays by the names of a plan, after comparing them with those that it was made from.
 
-    What could be wrong without an error later: an array that the plan does not know, and that would be lost; and one
-    that was the same array as another when the plan was made, so that the plan takes that alone.
+    Two mistakes would cause no error later: an array that the plan does not know would be lost; and for two arrays that
+    were the same one when the plan was made, the plan uses only one.
     """
     given = spelt_as(planned.specs, given)
     for name in found.used:
@@ -32,15 +32,17 @@ def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
             heads = heads_of(found.used, given.specs)
             hint = f"; there are such names below {quoted(heads)}: saving.names(arrays, {heads[-1]!r})" if heads else ""
             hint = hint or nearest(name, [other for other in given.specs if other not in planned.specs])
-            raise ValueError(f"expected {describe(want)} at {name!r}, of which the plan was made, got nothing{hint}")
+            raise ValueError(f"expected {describe(want)} at {name!r}, from which the plan was made, got nothing{hint}")
         if got != want:
-            raise ValueError(f"expected {describe(want)} at {name!r}, of which the plan was made, got {describe(got)}")
+            raise ValueError(
+                f"expected {describe(want)} at {name!r}, from which the plan was made, got {describe(got)}"
+            )
     known = {given.aliases.get(name, name) for name in given.specs if name in planned.specs}
     unknown = [name for name in given if name not in known]
     if unknown and strict:
         raise ValueError(
-            f"the plan does not know {quoted(unknown)}, so what is there would be lost; make the plan of these arrays, "
-            "saving.plan(arrays, model, ...), in which rename={...: None} drops some, or pass strict=False to it"
+            f"the plan does not know {quoted(unknown)}, which would be lost; make the plan from these arrays, "
+            "saving.plan(arrays, model, ...), and drop some by rename={...: None}, or pass strict=False to it"
         )
     for name, other in found.same.items():
         if name in given.specs:
@@ -49,25 +51,25 @@ def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
 
 
 def _check_tie(given: Names, name: str, other: str) -> None:
-    """Refuses two arrays that were one when the plan was made."""
+    """Rejects two different arrays that were the same one when the plan was made."""
     if given.aliases.get(name, name) == given.aliases.get(other, other):
         return
     is_same = given.specs[name] == given.specs[other]
     if not is_same or not _are_equal(given[name], given[other]):
         raise ValueError(
-            f"{name!r} and {other!r} are two arrays that differ, and were one when the plan was made, which takes "
-            f"{other!r} alone; make the plan of these arrays, or drop one, rename={{{name!r}: None}}"
+            f"{name!r} and {other!r} differ, but were the same array when the plan was made, which uses only "
+            f"{other!r}; make the plan from these arrays, or drop one, rename={{{name!r}: None}}"
         )
 
 
 def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
-    """The leaves of a model with the given arrays."""
+    """Returns the leaves of a model with the given arrays."""
     names = contents.short_names
     empty = sorted(contents.abstract - found.comes.keys() - contents.aliases.keys())
     if empty:
         raise ValueError(
-            f"nothing comes to {shown([names[i] for i in empty])}, which has no value in the model either; make the "
-            "model"
+            f"nothing comes to {shown([names[i] for i in empty])}, and the model has no value there either; pass a "
+            "model with values"
         )
     values, besides, taken = dict[int, Any](), list[tuple[Move, Any]](), set[int]()
     for move, array in _moved(found, given):
@@ -89,7 +91,7 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
 
 
 def _moved(found: Fit, given: Names) -> Iterator[tuple[Move, Any]]:
-    """The array that each move brings. A route runs once, though several of its results may be wanted."""
+    """Yields the array that each move brings. Each route runs once, even if several of its results are needed."""
     wanted: dict[int, list[Move]] = {}
     for move in (*found.comes.values(), *found.also):
         wanted.setdefault(id(move.route), []).append(move)
@@ -117,7 +119,7 @@ def _made(route: Route, given: Names) -> list[Any]:
 
 
 def _are_equal(one: Array, other: Array) -> bool:
-    """Whether two arrays have the same values; of tracers nothing can be told."""
+    """Returns whether two arrays have the same values; tracers always count as equal."""
     if isinstance(one, Tracer) or isinstance(other, Tracer):
         return True
     one, other = in_numpy(one), in_numpy(other)
@@ -125,7 +127,7 @@ def _are_equal(one: Array, other: Array) -> bool:
 
 
 def _check_same(move: Move, value: Array, have: Array, contents: Contents) -> None:
-    """Refuses another array for a tie than the one that has come there."""
+    """Rejects an array for a tie that differs from the one already there."""
     alias, names = contents.aliases.get(move.leaf), contents.short_names
     if alias and alias.transforms and not isinstance(value, Tracer) and not isinstance(have, Tracer):
         # An alias that is computed, as a norm or an inverse, is the same up to half of its digits.
@@ -137,7 +139,7 @@ def _check_same(move: Move, value: Array, have: Array, contents: Contents) -> No
         is_same = _are_equal(value, have)
     if not is_same:
         raise ValueError(
-            f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is one array with "
-            f"{names[alias.source if alias else move.leaf]!r}, and another one goes there; drop one of them, "
+            f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is tied to "
+            f"{names[alias.source if alias else move.leaf]!r}, but another array goes there; drop one of them, "
             f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
         )

@@ -1,4 +1,4 @@
-"""Which array by name comes to each array of a model, and which do not fit."""
+"""Finds the named array for each array of a model, and those that do not fit."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ class Move(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Which move fills each array, ties once, and which arrays do not fit."""
+    """The move that fills each array, ties once, and the arrays that do not fit."""
 
     comes: dict[int, Move]  # to each leaf that is stored
     also: list[Move]  # what comes to a tie besides, and is to be the same
@@ -62,7 +62,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
     for leaf, name in offers.goes_to.items():
         if _stored_leaf(contents, leaf) in stay:
             at = stay[_stored_leaf(contents, leaf)]
-            raise ValueError(f"rename, None: nothing is to come to {at!r}, and {name!r} does")
+            raise ValueError(f"rename, None: {at!r} should stay as it is, but {name!r} goes there")
     missing = tuple(i for i in contents.stored.values() if i not in comes and i not in offers.refused | stay.keys())
     return Fit(
         comes,
@@ -80,7 +80,7 @@ def _sources_of(moves: Iterable[Move]) -> list[str]:
 
 
 def _same(source: Names, used: Sequence[str], left_out: set[str]) -> dict[str, str]:
-    """The names of ties of the source that nothing takes, and for each the name that is taken."""
+    """Returns the names of ties of the source that go nowhere, each with the name of the same array that does."""
     taken = {source.aliases.get(name, name): name for name in reversed(used)}
     others = dict.fromkeys(name for pair in source.aliases.items() for name in pair)
     left_out = left_out.union(used)
@@ -89,12 +89,12 @@ def _same(source: Names, used: Sequence[str], left_out: set[str]) -> dict[str, s
 
 
 def _stored_leaf(contents: Contents, leaf: int) -> int:
-    """The leaf that a leaf follows from, or is."""
+    """Returns the leaf that a leaf follows from; for a stored leaf, itself."""
     return contents.aliases[leaf].source if leaf in contents.aliases else leaf
 
 
 def _to_leaves(route: Route, leaves: Mapping[str, int]) -> Route:
-    """A route with a target without quotes, where that alone is a path: a flat dictionary into a nested model."""
+    """Removes quotes from a target if it is a path only without them: a flat dictionary into a nested model."""
     texts = {target: bare(target) for target in route.targets if target not in leaves}
     if leaves.keys().isdisjoint(texts.values()):
         return route
@@ -103,7 +103,7 @@ def _to_leaves(route: Route, leaves: Mapping[str, int]) -> Route:
 
 
 def shown(names: Sequence[str]) -> str:
-    """Names in one line, of many the first ones and the last."""
+    """Formats names in one line; of many only the first ones and the last."""
     return first_few([in_one_line(name) or '""' for name in names])
 
 
@@ -111,11 +111,11 @@ class _Offers:
     """The moves to the leaves of a model, and which of them fit.
 
     Attributes:
-        fits: the moves that fit, by the leaf that is stored of a tie.
-        refused: the stored leaves to which something comes that does not fit.
+        fits: the moves that fit, by leaf; for a tie, by its stored leaf.
+        refused: the stored leaves for which an array does not fit.
         reported: the names of the arrays that do not fit.
-        disagrees: why they do not, one line each.
-        goes_to: the leaves to which something comes, and its first name.
+        disagrees: the reasons why they do not, one line each.
+        goes_to: the leaves for which there is an array, each with its first name.
     """
 
     def __init__(self, contents: Contents, specs: Mapping[str, Spec]) -> None:
@@ -136,12 +136,12 @@ class _Offers:
         made = [] if unknown else _results(route, self._specs)
         if unknown:
             spec = self._specs[unknown[0]]
-            none = "JAX has no arrays" if isinstance(spec.dtype, np.dtype) else "NumPy and JAX have no arrays"
-            what = f"{unknown[0]!r} is {describe(spec)}, of which {none}"
+            none = "JAX does" if isinstance(spec.dtype, np.dtype) else "NumPy and JAX do"
+            what = f"{unknown[0]!r} is {describe(spec)}, which {none} not support"
             self._refuse(route, f"{what}; drop it, rename={{{unknown[0]!r}: None}}")
         elif len(made) != len(route.targets):
             self._refuse(
-                route, f"{given}: {route.how} gives {len(made)} arrays, and the paths are {shown(route.targets)}"
+                route, f"{given}: {route.how} gives {len(made)} arrays, but the paths are {shown(route.targets)}"
             )
             return
         for number, target in enumerate(route.targets):
@@ -159,7 +159,7 @@ class _Offers:
         # others are compared with it. An alias with a transform is never filled: it is computed.
         root = leaf if alias is None or alias.transforms else alias.source
         if leaf in self.goes_to:
-            raise ValueError(f"{self.goes_to[leaf]!r} and {route.sources[0]!r} both go to {name!r}; drop one by None")
+            raise ValueError(f"{self.goes_to[leaf]!r} and {route.sources[0]!r} both go to {name!r}; drop one with None")
         self.goes_to[leaf] = route.sources[0]
         if made == want:
             self.fits.setdefault(root, []).append(move)
@@ -169,7 +169,7 @@ class _Offers:
             self._refuse(route, _disagreement(name, want, made, route))
 
     def chosen(self, aliases: Mapping[str, str]) -> tuple[dict[int, Move], list[Move]]:
-        """The move that fills each leaf that is stored, and those that are compared with it."""
+        """Returns the move that fills each stored leaf, and the moves to compare with it."""
         comes, also = dict[int, Move](), list[Move]()
         for root, moves in self.fits.items():
             if root in self._contents.aliases:  # it is computed, and what comes there is compared with that
@@ -182,7 +182,7 @@ class _Offers:
 
 
 def _is_in_jax(dtype: Any) -> bool:
-    """Whether JAX has arrays of a dtype."""
+    """Returns whether JAX has arrays of a dtype."""
     if not isinstance(dtype, np.dtype):
         return getattr(dtype, "type", None) is jax.dtypes.prng_key  # else it is in a file, and nowhere else
     widest = 16 if dtype.kind == "c" else 8  # NumPy has floats of 16 bytes, too
@@ -190,7 +190,7 @@ def _is_in_jax(dtype: Any) -> bool:
 
 
 def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
-    """The results of a route, as shapes."""
+    """Returns the results of a route as shapes."""
     if route.function is None:
         return [specs[route.sources[0]]]
     made = jax.eval_shape(route, *(jax.ShapeDtypeStruct(*specs[name][:2]) for name in route.sources))
@@ -200,14 +200,14 @@ def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
 def _disagreement(name: str, want: Spec, got: Spec, route: Route) -> str:
     hint = ""
     if want.shape == got.shape and isinstance(want.dtype, np.dtype) and isinstance(got.dtype, np.dtype):
-        hint = f"; a cast is a transform, lambda array: array.astype({str(want.dtype)!r})"
+        hint = f"; to cast it, write a transform, lambda array: array.astype({str(want.dtype)!r})"
     elif want.shape == got.shape[::-1] != got.shape:
-        hint = "; transform={...: jnp.transpose} turns it"
+        hint = "; to transpose it, write transform={...: jnp.transpose}"
     by = f" by {route.how}" if route.how else ""
-    return f"{name!r} is {describe(want)}, and {describe(got)} comes from {shown(route.sources)}{by}{hint}"
+    return f"{name!r} is {describe(want)}, but {describe(got)} comes from {shown(route.sources)}{by}{hint}"
 
 
 def _is_again(one: Route, other: Route, aliases: Mapping[str, str]) -> bool:
-    """Whether two routes take one array that the source has under two names."""
+    """Returns whether two routes use one array that the source has under two names."""
     first, second = ([aliases.get(name, name) for name in route.sources] for route in (one, other))
     return one.function is other.function is None and first == second

@@ -1,4 +1,4 @@
-"""dumps, loads: parameters as a message to another process, and back."""
+"""dumps, loads: turns parameters into a message to another process, and back."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ def dumps(
     version: object = None,
     since: object = None,
 ) -> bytes:
-    """Parameters as one message, for processes that share no memory and no job with this one.
+    """Writes parameters into one message, for a process that shares neither memory nor a JAX job with this one.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import saving
@@ -40,28 +40,33 @@ def dumps(
     >>> version, restructure(vector)["b"]
     (4, Array([5., 0.], dtype=float32))
 
-    A message is what `saving.save` writes to a file, and so in the safetensors format: paths, dtypes, the digest of the
-    layout, checksums, the version of the format, and the arrays. The checksums (CRC-32) find accidents. They do not
-    keep out somebody who changes a message on purpose: encrypt or sign what goes over a network that you do not trust.
+    A message has the content that `saving.save` writes to a file, in the safetensors format: paths, dtypes, the digest
+    of the layout, checksums, the version of the format, and the arrays. The checksums (CRC-32) detect accidents. They
+    do not protect you from someone who changes a message on purpose: encrypt or sign messages that go over a network
+    that you do not trust.
 
     Args:
-        model: a tree - a model, a state of an optimiser, an average, a dictionary of these - of which all arrays,
-            numbers and texts are sent, ties once. With `restructure` the vector or the stacks that it opens.
-        restructure: what `tp.ravel` or `tp.stack` gave. The message then has the trained parameters alone, ties once,
-            each in its own shape and dtype, whatever form they lie in. Its digest is `restructure.layout.digest`.
-        version: a number, or `(run, number)`, that grows from message to message. A receiver refuses what is not newer
-            than what it has. Count the runs of a sender that is restarted: `(2, 0)` is newer than `(1, 500)`.
-        since: `(version, before)`: a version that the receivers have, and what was sent for it. An array of which no
-            bit has changed is not sent. Of an array of which few elements have changed these are sent. The message is
-            never larger than the whole. Of weights in bfloat16, a step of Adam changes few elements at small rates.
+        model: a tree (a model, a state of an optimiser, an average, a dictionary of these), whose arrays, numbers and
+            texts are all sent, ties once. With `restructure`, the vector or the stacks that it opens.
+        restructure: the `Restructure` that `tp.ravel` or `tp.stack` returned. The message then has only the trained
+            parameters, ties once, each in its own shape and dtype, whatever form they lie in. Its digest is
+            `restructure.layout.digest`.
+        version: a number, or `(run, number)`, that grows from message to message. A receiver rejects messages that are
+            not newer than the version it has. If you restart a sender, count its runs: `(2, 0)` is newer than
+            `(1, 500)`.
+        since: `(version, before)`: a version that the receivers have, and the model that was sent for it. Arrays in
+            which no bit has changed are not sent. If few elements of an array have changed, only these are sent. The
+            message is never larger than one with all arrays. With weights in bfloat16 and small rates, a step of Adam
+            changes few elements.
 
     Returns:
         The message.
 
     Raises:
-        ValueError: as `saving.save`; `before` has other arrays than the model; `since` is not older than `version`.
-        TypeError: as `saving.save`; `model` is not the vector or the stacks of `restructure`; a version is something
-            else; `since` is given without `version`.
+        ValueError: as for `saving.save`; `before` has other arrays than the model; or `since` is not older than
+            `version`.
+        TypeError: as for `saving.save`; `model` is not the vector or the stacks of `restructure`; a version is neither
+            a number nor a pair; or you gave `since` without `version`.
     """
     version = as_version(version)
     with named_if_deleted(model):
@@ -78,10 +83,10 @@ def dumps(
 
 
 def loads(message: object, have: M, restructure: object = None, *, version: object = None) -> tuple[M, Version | None]:
-    """What a message of `saving.dumps` makes of what you have.
+    """Reads a message of `saving.dumps` into a tree, a vector or stacks like those that were sent.
 
-    All of the message is checked before you get anything. Where it is refused, you keep what you have, which is never
-    written into. What you get lies in buffers of its own, so the message can go.
+    `loads` checks the whole message before it returns anything. If it raises an error, you keep `have`, which it never
+    changes. The result has new buffers, so you may discard the message.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import saving
@@ -93,32 +98,32 @@ def loads(message: object, have: M, restructure: object = None, *, version: obje
     >>> saving.loads(message, have, version=version)
     Traceback (most recent call last):
         ...
-    ValueError: the message is of version (1, 7), and you have (1, 7): it is old, or came twice. Keep what you have
+    ValueError: the message has version (1, 7), and you have (1, 7): it is old, or came twice. Keep your arrays
 
     Args:
-        message: bytes, or what lies in memory like bytes: a `memoryview`, a NumPy array of `uint8`.
-        have: a tree, a vector or stacks like what was sent. Of it are structure, functions and static fields, and where
-            the arrays are to lie: on which devices, in NumPy or in JAX, as for `saving.load`. A message of all arrays
-            needs no values of it: `jax.ShapeDtypeStruct`s do.
-        restructure: that of the vector or of the stacks in `have`. The sender may have the same parameters in another
-            form.
-        version: of `have`, as the call before returned it. `None` takes whatever comes.
+        message: bytes, or an object that shares its memory as bytes: a `memoryview`, a NumPy array of `uint8`.
+        have: a tree, a vector or stacks like those that were sent. You get the structure, functions and static fields
+            from it. Arrays go where its arrays are: to their devices, in NumPy or in JAX, as for `saving.load`. For a
+            message of all arrays it needs no values and may consist of `jax.ShapeDtypeStruct`s.
+        restructure: the `Restructure` of the vector or the stacks in `have`. The sender may have the same parameters in
+            another form.
+        version: the version of `have`, as the previous call returned it. With `None`, you accept any message.
 
     Returns:
-        The tree, the vector or the stacks, and the version that the message says, if any. Nothing has a weak type, so a
-        compiled function that takes them is traced once.
+        The tree, the vector or the stacks, and the version of the message, or `None`. No array has a weak type, so a
+        compiled function that uses them is traced once.
 
     Raises:
-        ValueError: the message is torn or damaged; it is of another layout; it is not newer than `version`, or changes
-            another version than that, or other numbers than `have`.
-        TypeError: it is no message; `have` is not the vector or the stacks of `restructure`.
+        ValueError: the message is incomplete or damaged; it has another layout; it is not newer than `version`; it is a
+            change of another version, or of other numbers than those in `have`.
+        TypeError: `message` is not a message, or `have` is not the vector or the stacks of `restructure`.
     """
     received = Message(message)
     if not received.is_ours:
-        raise ValueError("the message was not made by saving.dumps: it says no digest and no checksums")
+        raise ValueError("the message was not made by saving.dumps: it has no digest and no checksums")
     if received.is_tree != (restructure is None):
         sent, call = ("a tree", "message, tree") if received.is_tree else ("parameters", "message, vector, restructure")
-        raise ValueError(f"the message is of {sent}; write saving.loads({call})")
+        raise ValueError(f"the message contains {sent}; write saving.loads({call})")
     _check_version(received, as_version(version))
     got = _tree_of(received, have) if restructure is None else _form_of(received, have, restructure)
     return got, received.version
@@ -128,7 +133,7 @@ def loads(message: object, have: M, restructure: object = None, *, version: obje
 
 
 def _sent(model: Any, restructure: object) -> tuple[Inventory, dict[str, np.ndarray], dict[str, Any]]:
-    """How the arrays of a message are stored, their bytes by name, and what it says beside its version."""
+    """Returns how the arrays of a message are stored, their bytes by name, and the words beside its version."""
     if restructure is None:
         leaves, words = stored_in(model, "write saving.dumps(model)")
         kinds = {name: kind_of(name, leaf) for name, leaf in leaves.items()}
@@ -141,27 +146,27 @@ def _sent(model: Any, restructure: object) -> tuple[Inventory, dict[str, np.ndar
 def _before(
     before: Any, restructure: object, kinds: Mapping[str, Kind], words: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """The bytes of what receivers have, once it is like what they will have."""
+    """Returns the bytes of the receivers' arrays, after checking that they are like the new ones."""
     its, parts, said = _sent(before, restructure)
     differ = [name for name in kinds.keys() | its.kinds.keys() if kinds.get(name) != its.kinds.get(name)]
     if differ or said["layout"] != words["layout"]:
         where = f"; they differ at {first_few(sorted(differ))}" if differ else ""
         raise ValueError(
-            f"since=(version, before): expected `before` to be of the layout {words['layout']}, as the model is, got "
+            f"since=(version, before): expected `before` to have the layout {words['layout']}, as the model has, got "
             f"{said['layout']}{where}"
         )
     return parts
 
 
 def _as_since(since: object, version: Version | None) -> tuple[Version, Any]:
-    """The version that a change is a change of, and what it was, once that is older than the new one."""
+    """Returns the version before a change and its model, after checking that the version is older."""
     if not isinstance(since, tuple) or len(since) != 2:
-        raise TypeError(f"expected since=(version, before), a version and what was sent for it, got {since!r}")
+        raise TypeError(f"expected since=(version, before), a version and the model sent for it, got {since!r}")
     last = as_version(since[0])
     if version is None or last is None:
-        raise TypeError("a change says two versions: saving.dumps(model, version=4, since=(3, before))")
+        raise TypeError("a change needs two versions: saving.dumps(model, version=4, since=(3, before))")
     if not _is_newer(version, last):
-        raise ValueError(f"since={last} is not older than version={version}; versions of one sender grow")
+        raise ValueError(f"since={last} is not older than version={version}; the versions of a sender must grow")
     return last, since[1]
 
 
@@ -169,37 +174,37 @@ def _as_since(since: object, version: Version | None) -> tuple[Version, Any]:
 
 
 def _is_newer(one: Version, other: Version) -> bool:
-    """Whether a version is newer than another one."""
+    """Returns whether a version is newer than another one."""
     if isinstance(one, tuple) != isinstance(other, tuple):
-        raise ValueError(f"versions are numbers, or (run, number), of one kind: {one} and {other} cannot be compared")
+        raise ValueError(f"versions must all be numbers, or all (run, number): cannot compare {one} and {other}")
     return one > other  # type: ignore[operator]
 
 
 def _check_version(received: Message, have: Version | None) -> None:
-    """Refuses a message that is not newer than what the receiver has, or a change of another version than that."""
+    """Rejects a message that is not newer than the receiver's version, or a change of another version."""
     if have is None:
         return
     if received.version is None:
-        raise ValueError(f"the message says no version, and you have {have}; write saving.dumps(model, version=...)")
+        raise ValueError(f"the message has no version, and you have {have}; write saving.dumps(model, version=...)")
     if not _is_newer(received.version, have):
         raise ValueError(
-            f"the message is of version {received.version}, and you have {have}: it is old, or came twice. Keep what "
-            "you have"
+            f"the message has version {received.version}, and you have {have}: it is old, or came twice. Keep your "
+            "arrays"
         )
     if received.since is not None and received.since["version"] != have:
         raise ValueError(
-            f"the message says what changed from version {received.since['version']} to {received.version}, and you "
-            f"have {have}: one between is missing. Ask for all arrays, saving.dumps without `since`"
+            f"the message has the changes from version {received.since['version']} to {received.version}, and you "
+            f"have {have}: a message between is missing. Ask for all arrays, saving.dumps without `since`"
         )
 
 
 def _tree_of(received: Message, have: Any) -> Any:
-    """The tree that a message makes of one."""
+    """Returns the tree that a message makes from another tree."""
     contents = Contents(have)
     known, said = contents.aliases, received.words["layout"]
     if received.since is not None:
         if contents.abstract:
-            raise ValueError("the message changes what you have, and that has no values: expected arrays in `have`")
+            raise ValueError("the message changes arrays, but `have` has no values: expected arrays")
         if contents.digest(known) != said:
             raise _of_another_layout(said, contents.digest(known), [])
         stored = {name: contents.leaves[i] for name, i in leaves_in(contents, received).items() if i in contents.names}
@@ -213,7 +218,7 @@ def _tree_of(received: Message, have: Any) -> Any:
 
 
 def _form_of(received: Message, have: Any, restructure: object) -> Any:
-    """The vector or the stacks that a message makes of one."""
+    """Returns the vector or the stacks that a message makes from others."""
     (layout, form), said = layout_and_form(restructure), received.words["layout"]
     if said != layout.digest:
         slots = Contents(tree_of(layout).shapes())
@@ -225,6 +230,6 @@ def _form_of(received: Message, have: Any, restructure: object) -> Any:
 
 
 def _of_another_layout(sent: str, have: str, differ: list[str]) -> ValueError:
-    """The error of a message of another layout; `differ`: how, line by line, where its arrays show it."""
-    why = differ or ["its arrays fit; trained parameters or ties differ, which tp.layout(model) of both shows"]
-    return ValueError(f"the message is of the layout {sent}, and you have {have}:\n{first_lines(why, 20)}")
+    """Makes the error for a message of another layout; `differ` lists the differences that its arrays show."""
+    why = differ or ["its arrays fit; trained parameters or ties differ, so compare tp.layout(model) of both"]
+    return ValueError(f"the message has the layout {sent}, and you have {have}:\n{first_lines(why, 20)}")

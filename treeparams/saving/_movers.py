@@ -1,4 +1,4 @@
-"""Moments, averages and other arrays that are kept beside the parameters, moved as a plan moves the parameters."""
+"""Moves moments, averages and other arrays that belong to parameters as a plan moves the parameters."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,14 +13,14 @@ from ._program import Program
 from ._rename import Route, stack, unstack
 
 Done = dict[tuple[int, int], Any]
-"""Results that were made together with one that was asked for, until they are asked for themselves."""
+"""Results that a function made together with one that was asked for, kept until they are asked for too."""
 
 
 class Movers:
-    """The moves of a plan, by the paths of its model, for arrays that are kept beside the parameters.
+    """The moves of a plan, by the paths of its model, for arrays that belong to the parameters.
 
     Attributes:
-        specs: of the arrays of the plan's source, by name.
+        specs: the specs of the arrays of the plan's source, by name.
         roots: for each further name of an array of the source, its first name.
     """
 
@@ -35,39 +35,39 @@ class Movers:
         self._programs: dict[int, Program] = {}
 
     def check_like(self, arrays: Iterable[tuple[str, Any]], write: str) -> None:
-        """Refuses something fresh that is not of the plan's model: of a path that this has not, or of another shape."""
+        """Rejects a fresh state or average that has a path or a shape that the plan's model does not have."""
         for path, array in arrays:
             spec = self._model.get(path)
             if spec is None or spec.shape != tuple(array.shape):
                 got = "has none" if spec is None else f"has {describe(spec)}"
                 hint = nearest(path, self._model) if spec is None else ""
                 raise ValueError(
-                    f"like has {describe(array)} at {path!r}, and the plan's model {got} there{hint}: it is of another "
-                    f"model; write like={write} of the model that the plan makes"
+                    f"like has {describe(array)} at {path!r}, but the plan's model {got} there{hint}: it belongs to "
+                    f"another model; write like={write} with the model that the plan makes"
                 )
 
     def sources(self, path: str) -> tuple[str, ...]:
-        """The names that come to a path together; none if nothing does."""
+        """Returns the names that come to a path together; empty if none do."""
         return self._comes[path].route.sources if path in self._comes else ()
 
     def reads(self, path: str) -> tuple[str, ...]:
-        """Of these names those that the array is made of."""
+        """Returns those of the names that the array at a path is made from."""
         route, number, _ = self._comes[path]
         program = self._program(route)
         return route.sources if program is None else tuple([route.sources[i] for i in program.reads[number]])
 
     def is_plain(self, path: str) -> bool:
-        """Whether one array comes to a path as it is, but for its dtype."""
+        """Returns whether one array comes to a path unchanged, except for its dtype."""
         route, number, _ = self._comes[path]
         program = self._program(route)
         return route.function is None or (program is not None and program.same[number] is not None)
 
     def how(self, path: str) -> str:
-        """The function through which the arrays for a path go, in words."""
+        """Returns the name of the function that makes the array for a path."""
         return self._comes[path].route.how
 
     def move(self, path: str, read: Callable[[str], Any], done: Done) -> Any:
-        """The array for a path, of the arrays that are kept beside the parameters that it is made of."""
+        """Returns the array for a path, from the arrays that belong to the parameters it is made from."""
         route, number, _ = self._comes[path]
         if route.function is None:
             return read(route.sources[0])
@@ -83,7 +83,7 @@ class Movers:
         return done.pop((id(route), number))
 
     def dropped(self, path: str) -> Any:
-        """Where a mask has dropped elements of the array for a path; `None`: nowhere."""
+        """Returns where a mask has dropped elements of the array for a path; `None` if nowhere."""
         route, number, _ = self._comes[path]
         program = self._program(route)
         return None if program is None else program.dropped[number]
@@ -94,7 +94,7 @@ class Movers:
             self._program(move.route)
 
     def _program(self, route: Route) -> Program | None:
-        """The program of a function of parameters, which moves their elements; `None`: there is none to be read."""
+        """Returns the program of a function of parameters, which moves their elements; `None` if there is none."""
         specs: list[Spec] = [self.specs[name] for name in route.sources]
         if route.function in (None, stack, unstack) or not any(spec.parameter for spec in specs):
             return None

@@ -1,4 +1,4 @@
-"""names: arrays by name, whatever they come from - a file, a dictionary, a model, a layout, Orbax's metadata."""
+"""names: gives the arrays of any source by name - a file, a dictionary, a model, a layout, Orbax's metadata."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from ._rename import Rename, Transforms, routes
 
 
 def names_of(source: Any) -> Names:
-    """The names of whatever has names."""
+    """Returns the names of any source."""
     known = names_in(source)
     if known is not None:
         return known
@@ -48,11 +48,11 @@ def _is_no_array(value: Any) -> bool:
 
 
 def _checked(name: str, array: Any) -> Any:
-    """An array, refused where it is one of PyTorch, whose dtypes are none of NumPy, or has a mask."""
+    """Returns an array; rejects those of PyTorch, whose dtypes are not NumPy's, and masked ones."""
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{name!r} is a masked array, whose mask would be lost; pass array.filled(...)")
     if type(array).__module__.partition(".")[0] == "torch":
-        raise TypeError(f"{name!r} is an array of PyTorch; pass NumPy's, {{name: tensor.numpy() for ...}}")
+        raise TypeError(f"{name!r} is a PyTorch tensor; pass NumPy arrays, {{name: tensor.numpy() for ...}}")
     return array
 
 
@@ -67,7 +67,7 @@ def _of_arrays(arrays: Mapping[str, Any]) -> Names:
 
 
 def _read(array: Any) -> Any:
-    """An array with values as one of NumPy or JAX, also where it lies in a file, as those of h5py do."""
+    """Returns an array with values in NumPy or JAX, even if it lies in a file, like those of h5py."""
     if isinstance(array, jax.Array) or not hasattr(array, "__array__"):
         return array
     array = np.asarray(array)
@@ -75,9 +75,9 @@ def _read(array: Any) -> Any:
 
 
 def _of_npz(file: np.lib.npyio.NpzFile) -> Names:
-    """The names of a file that `np.load` has opened, of which the headers are read."""
+    """Returns the names in a file that `np.load` opened; only headers are read."""
     if file.zip is None:
-        raise ValueError("np.load's file is closed, so nothing can be read of it; use it within its `with`")
+        raise ValueError("np.load's file is closed, so nothing can be read from it; use it inside its `with` block")
     specs = {}
     for name, member in zip(file.files, file.zip.namelist(), strict=True):
         with file.zip.open(member) as header:
@@ -98,7 +98,7 @@ def _of_tree(tree: PyTree) -> Names:
 
 
 def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
-    """A leaf as it is, but an array that JAX does not know, such as Orbax's description of one, by its shape."""
+    """Returns a leaf unchanged, but the shape of an array that JAX does not know, such as Orbax's description."""
     if is_array(leaf) or _is_no_array(leaf):
         return leaf
     leaf = _checked(jtu.keystr(path), leaf)
@@ -106,7 +106,7 @@ def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
 
 
 def names_of_contents(contents: Contents) -> Names:
-    """The names of a tree that is taken apart."""
+    """Returns the names of a tree that was taken apart."""
     specs = {name: contents.spec(i) for i, name in contents.names.items()}
     leaves = {name: i for i, name in contents.names.items()}
     plain = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
@@ -120,9 +120,9 @@ def names_of_contents(contents: Contents) -> Names:
 def names(
     source: Any, below: str | None = None, *, rename: Rename | None = None, transform: Transforms | None = None
 ) -> Mapping[str, Any]:
-    """The arrays of a model or a file by name, each tie once: for other programs, and for plans.
+    """Returns the arrays of a model or a file by name, each tie once, for other programs and for plans.
 
-    `safetensors.numpy.save_file` writes them; `saving.save` is for trees.
+    To write them to a file, use `safetensors.numpy.save_file`; `saving.save` is for trees.
 
     >>> import os, tempfile, equinox as eqx, jax
     >>> from treeparams import saving
@@ -137,22 +137,22 @@ def names(
     (4, 2)
 
     Args:
-        source: a model or any pytree, a dictionary of arrays, what `np.load` gives of an `.npz` file, or a safetensors
-            file or a list of several, of which each array is read when it is asked for.
-        below: the path of a node, to take only the names below it, without that path.
+        source: a model or any pytree; a dictionary of arrays; the result of `np.load` for an `.npz` file; or the path
+            of a safetensors file or a list of several, whose arrays are each read when you access them.
+        below: the path of a node. You get only the names below it, without that path.
         rename: as in `saving.plan`.
         transform: as in `saving.plan`.
 
     Returns:
-        Of a file the arrays by name, as a mapping. Else, or with `rename`, a dictionary of NumPy arrays: keys as their
-        words, all else in its dtype. Of a source without values - a `Layout`, Orbax's metadata of a checkpoint - the
-        values are `jax.ShapeDtypeStruct`s.
+        For a file without `rename` and `transform`, a mapping from names to arrays. Otherwise a dictionary of NumPy
+        arrays, in which PRNG keys are given as their words, and other arrays keep their dtypes. If the source has no
+        values (a `Layout`, Orbax's metadata of a checkpoint), the values are `jax.ShapeDtypeStruct`s.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: a pattern matches nothing; two arrays get one name; the file is damaged; nothing lies below; a
-            function gets 64 bits that do not fit into the 32 that JAX has.
-        TypeError: as `saving.plan`.
+        OSError: the file does not exist.
+        ValueError: a pattern matches nothing; two arrays get one name; the file is damaged; nothing lies below `below`;
+            or a function gets 64-bit values that do not fit into JAX's 32 bits.
+        TypeError: as for `saving.plan`.
     """
     stored = names_in(source)
     known = names_of(source) if stored is None else stored
@@ -164,7 +164,7 @@ def names(
     if len(used) < len(known):
         lost = [name for name in known if name not in used]
         raise ValueError(
-            f"rename merges {first_few(lost)} with arrays that are not there; drop them: rename={{...: None}}"
+            f"rename merges {first_few(lost)} with arrays that are missing; drop them: rename={{...: None}}"
         )
     made: dict[str, Any] = {}
     for route in found:
@@ -172,7 +172,7 @@ def names(
         is_abstract = any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays)
         arrays = jax.eval_shape(route, *arrays) if is_abstract else route(*arrays)
         if len(arrays) != len(route.targets):
-            raise ValueError(f"{route.how} gives {len(arrays)} arrays, and the names are {', '.join(route.targets)}")
+            raise ValueError(f"{route.how} gives {len(arrays)} arrays, but the names are {', '.join(route.targets)}")
         for name, array in zip(route.targets, arrays, strict=True):
             if name in made:
                 raise ValueError(f"{route.sources[0]!r} and another array both get the name {name!r}")

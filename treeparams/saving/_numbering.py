@@ -1,6 +1,6 @@
-"""Which element goes where: a program runs on the numbers of elements, so that its results say which is where.
+"""Finds where each element goes: a program runs on the numbers of elements, and the results show their new places.
 
-So it is told of programs that go by the places in a constant, and of those that use an array several times.
+This covers programs that depend on the places in a constant, and programs that use an array several times.
 """
 
 import functools
@@ -15,18 +15,18 @@ from .._programs import bind
 from ._elements import JOINS, Elements, NotMovedError, Step, are_elements, run
 
 DROPPED, _FOREIGN = -1, -2
-"""In place of the number of an element: that a mask has dropped one here; that here is no element."""
+"""Stand-ins for the number of an element: a mask dropped one here; no element is here."""
 
 
 def numbered(
     results: Sequence[Elements], arguments: Sequence[Elements], shapes: Sequence[tuple[int, ...]]
 ) -> list[np.ndarray]:
-    """The number of each element of the results, among the elements of all arguments, one after another."""
+    """Returns the number of each element of the results, counted through the elements of all arguments in order."""
     starts = starts_of(shapes)
     if starts[-1] > np.iinfo(np.int32).max:
         raise ValueError(
-            f"where {starts[-1]:,} elements go cannot be told by numbers of 32 bits; write the function with slices, "
-            "transposes, reshapes and concatenations, and with each array used once, which needs no numbers"
+            f"numbers of 32 bits cannot follow {starts[-1]:,} elements; write the function with slices, transposes, "
+            "reshapes and concatenations, and use each array once, which needs no numbers"
         )
     numbers = np.split(np.arange(starts[-1], dtype=np.int32), starts[1:-1])
     arrays = [own.reshape(shape) for own, shape in zip(numbers, shapes, strict=True)]
@@ -44,12 +44,12 @@ def numbered(
 
 
 def starts_of(shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    """Where the elements of arrays begin, one after another, and where the last ones end."""
+    """Returns where the elements of each array begin if all arrays follow one another, and where the last ones end."""
     return [*itertools.accumulate(map(math.prod, shapes), initial=0)]
 
 
 def _number(step: Step, values: list[Any]) -> Sequence[Any]:
-    """The results of an operation, of the numbers of elements."""
+    """Returns the results of an operation on the numbers of elements."""
     name, eqn = step.eqn.primitive.name, step.eqn
     if name in _NUMBERED:
         return [_NUMBERED[name](step, values)]
@@ -66,14 +66,14 @@ def _foreign(constant: Any) -> np.ndarray:
 
 
 def _masked(step: Step, values: list[Any]) -> np.ndarray:
-    """Numbers where a mask is one."""
+    """Returns the numbers where a mask is one."""
     at = 0 if are_elements(step.operands[0]) else 1
     numbers, mask = np.asarray(values[at]), np.asarray(values[1 - at])
     return np.where((mask == 0) & (numbers != _FOREIGN), np.int32(DROPPED), numbers)
 
 
 def _selected(step: Step, values: list[Any]) -> np.ndarray:
-    """Numbers of one of several arrays, by a constant; zeros among elements drop them."""
+    """Returns the numbers that a constant selects from several arrays; zeros among elements drop them."""
     which, *cases = map(np.asarray, values)
     pairs = list(zip(cases, map(are_elements, step.operands[1:]), strict=True))
     is_known = functools.reduce(np.logical_or, [case != _FOREIGN for case, is_own in pairs if is_own])
@@ -85,7 +85,7 @@ def _selected(step: Step, values: list[Any]) -> np.ndarray:
 
 
 def _written(step: Step, values: list[Any]) -> np.ndarray:
-    """Numbers, over some of which others are written, or zeros."""
+    """Returns the numbers after others, or zeros, are written over some of them."""
     at = 2 if step.eqn.primitive.name == "scatter" else 1
     before = np.asarray(values[0]) if are_elements(step.operands[0]) else _foreign(values[0])
     new = np.asarray(values[at])

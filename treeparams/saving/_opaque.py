@@ -1,4 +1,4 @@
-"""Arrays inside of leaves that are no pytrees, as of a plain dataclass or a deque: no function of JAX sees them."""
+"""Arrays inside leaves that are not pytrees, such as a plain dataclass or a deque: JAX functions do not see them."""
 
 import collections
 import enum
@@ -21,7 +21,7 @@ _DEEPEST = 8  # levels below a leaf; what lies deeper is hardly the leaf's own
 
 
 def lost_arrays(contents: Contents) -> Iterator[str]:
-    """Says which leaves hold arrays that would not be saved, and the line to write in their place."""
+    """Yields a sentence for each leaf with arrays that would not be saved, with the line to write instead."""
     seen: dict[int, object] = {}  # the objects by identity, held so that no other object gets the same one
     specs = contents.structure.specs
     kinds = {kind for kind in set(map(type, contents.leaves)) if not _is_bare(kind) or issubclass(kind, LONG)}
@@ -33,30 +33,30 @@ def lost_arrays(contents: Contents) -> Iterator[str]:
 
 
 def _why_lost(leaf: object, seen: dict[int, object]) -> str | None:
-    """The type of a leaf, and the array in it that would not be saved; `None`: it holds none."""
+    """Returns the type of a leaf and the array in it that would not be saved; `None` if there is none."""
     kind = type(leaf)
     if issubclass(kind, LONG):
         return f"{kind.__qualname__}, which other machines do not have, so it would not be saved"
     if isinstance(leaf, np.ma.MaskedArray):
         return "masked array, whose mask would not be saved"
     if isinstance(leaf, Mapping):
-        return "mapping and no pytree, so none of its arrays would be saved"
+        return "mapping and not a pytree, so none of its arrays would be saved"
     if _is_foreign(leaf):
-        return f"{kind.__qualname__}, which is no array of JAX, so it would not be saved"
+        return f"{kind.__qualname__}, which is not a JAX array, so it would not be saved"
     found = _array_in(leaf, seen)
     if found is None:
         return None
     where, array = found
-    return f"{kind.__qualname__} and no pytree, so its array {where} ({describe(array)}) would not be saved"
+    return f"{kind.__qualname__} and not a pytree, so its array {where} ({describe(array)}) would not be saved"
 
 
 def _instead(leaf: object) -> str:
-    """The line to write in place of a leaf, so that it is saved."""
+    """Returns the line to write in place of a leaf so that it is saved."""
     kind = type(leaf).__qualname__
     if isinstance(leaf, LONG):
         return "write float(...) or complex(...)"
     if isinstance(leaf, np.ma.MaskedArray):
-        return "write array.filled(...), or the data and the mask by themselves"
+        return "write array.filled(...), or save the data and the mask separately"
     if isinstance(leaf, Mapping):
         return "write dict(...)"
     if isinstance(leaf, np.ndarray):
@@ -73,7 +73,7 @@ def _instead(leaf: object) -> str:
 
 
 def _array_in(leaf: object, seen: dict[int, object]) -> tuple[str, object] | None:
-    """The first array in a leaf that is no array itself, and where it is; the nearest to the leaf."""
+    """Returns the first array inside a leaf that is not an array, and where it is; the nearest to the leaf."""
     level: list[tuple[str, object]] = [("", leaf)]
     for _ in range(_DEEPEST):
         below = []
@@ -90,7 +90,7 @@ def _array_in(leaf: object, seen: dict[int, object]) -> tuple[str, object] | Non
 
 
 def _held_by(value: object) -> Iterator[tuple[str, object]]:
-    """The objects that one holds as a pytree, as a collection or as attributes, each with where it is."""
+    """Yields the objects that another one holds as a pytree, as a collection or as attributes, and where each is."""
     taken = take(value)
     if taken is not None:
         children = list(taken[0])
@@ -110,7 +110,7 @@ def _held_by(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
-    """The attributes of an object, as they are stored: no code of its class runs."""
+    """Yields the stored attributes of an object, without running code of its class."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except Exception:  # there are none, or the class has a property of this name
@@ -126,20 +126,20 @@ def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
 
 @functools.lru_cache(maxsize=1024)
 def _slots_of(kind: type) -> list[tuple[str, types.MemberDescriptorType]]:
-    """The attributes in `__slots__`."""
+    """Returns the attributes in `__slots__`."""
     members = [each for cls in kind.__mro__ for each in vars(cls).items()]
     return [(name, each) for name, each in members if isinstance(each, types.MemberDescriptorType)]
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_bare(kind: type) -> bool:
-    """Whether values of a type hold no arrays of their own; a function does not, whatever it closes over."""
+    """Returns whether values of a type hold no arrays. Functions count as such, whatever they close over."""
     is_of_jax = kind.__module__.partition(".")[0] in ("jax", "jaxlib")
     return issubclass(kind, _BARE) or (is_of_jax and not issubclass(kind, _LOOKED_AT))
 
 
 def _is_foreign(value: object) -> bool:
-    """Whether a value is an array, but none that JAX has: of texts or times, or of another library."""
+    """Returns whether a value is an array that JAX does not support: of texts, of times, or of another library."""
     kind = type(value)
     if isinstance(value, np.ndarray):
         return value.dtype != object and not is_array(value)

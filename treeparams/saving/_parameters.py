@@ -1,4 +1,4 @@
-"""The parameters in a vector or in stacks, by name, on the host: read from the form, and put into a new one."""
+"""Parameters in a vector or in stacks by name, on the host: reads them from the form, and puts them into a new one."""
 
 import functools
 import itertools
@@ -21,10 +21,10 @@ from .._tree.text import describe
 
 
 def layout_and_form(restructure: object) -> tuple[Layout, Form]:
-    """The layout of a `Restructure`, and the form that it opens."""
+    """Returns the layout of a `Restructure`, and the form that it opens."""
     if not isinstance(restructure, Restructure):
         raise TypeError(
-            f"expected the restructure that tp.ravel or tp.stack gives with the vector or the stacks, got "
+            f"expected the restructure that tp.ravel or tp.stack returns with the vector or the stacks, got "
             f"{describe(restructure)}"
         )
     return restructure.layout, halves_of(restructure)[2]
@@ -32,7 +32,7 @@ def layout_and_form(restructure: object) -> tuple[Layout, Form]:
 
 @functools.lru_cache(maxsize=64)
 def inventory(form: Form, paths: tuple[str, ...]) -> Inventory:
-    """How the parameters in a form are stored, by name: each in its own dtype. A sender asks for each message."""
+    """Returns how the parameters in a form are stored, by name, each in its own dtype; senders often ask."""
     kinds = dict[str, Kind]()
     for slot, path in enumerate(paths):
         block, number = form.locations[slot]
@@ -42,7 +42,7 @@ def inventory(form: Form, paths: tuple[str, ...]) -> Inventory:
 
 
 def parts_of(form: Form, given: Any) -> dict[str, np.ndarray]:
-    """The bytes of the parameters in a vector or in stacks, each in its own dtype; where they lie, if they lie so."""
+    """Returns the bytes of the parameters in a vector or stacks, each in its own dtype; without a copy if possible."""
     leaves, found = form.leaves(given), dict[str, np.ndarray]()
     for block, names, leaf in zip(form.blocks, _names(form, form.paths), leaves, strict=True):
         kind_of(form.noun, leaf)  # refuses arrays without values
@@ -56,7 +56,7 @@ def parts_of(form: Form, given: Any) -> dict[str, np.ndarray]:
 
 
 def form_from(form: Form, received: Message, like: Any) -> Any:
-    """A new vector, or new stacks, of the parameters in a message. It lies where another one lies."""
+    """Makes a new vector or new stacks from the parameters in a message, placed like `like`."""
     leaves, wholes, buffers = form.leaves(like), list[np.ndarray](), dict[str, np.ndarray]()
     others = list[tuple[np.ndarray, np.ndarray]]()  # parameters in another dtype than their block has
     for block, names in zip(form.blocks, _names(form, form.paths), strict=True):
@@ -79,17 +79,17 @@ def form_from(form: Form, received: Message, like: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _names(form: Form, paths: tuple[str, ...]) -> list[list[str]]:
-    """The names of the parameters in each block."""
+    """Returns the names of the parameters in each block."""
     return [[name_of(paths[slot]) for slot in slots] for slots in form.members]
 
 
 def _is_as_stored(block: Block, dtype: Any) -> bool:
-    """Whether the bytes of a block in a dtype are those of its arrays, each in its own dtype."""
+    """Returns whether the bytes of a block in a dtype are those of its arrays, each in its own dtype."""
     return set(block.dtypes) <= {dtype}
 
 
 def _cut(block: Block, data: np.ndarray) -> list[np.ndarray]:
-    """The bytes of each array in a block."""
+    """Returns the bytes of each array in a block."""
     if block.length is None:
         return [data]
     row = len(data) // block.length if block.length else 0
@@ -97,7 +97,7 @@ def _cut(block: Block, data: np.ndarray) -> list[np.ndarray]:
 
 
 def _views(block: Block, whole: np.ndarray) -> Sequence[np.ndarray]:
-    """The arrays in a block, as views."""
+    """Returns the arrays in a block as views."""
     if block.length is None:
         return [whole]
     spans = zip(itertools.pairwise(block.starts), block.shapes, strict=True)
@@ -105,7 +105,7 @@ def _views(block: Block, whole: np.ndarray) -> Sequence[np.ndarray]:
 
 
 def _as_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array in a dtype, as the form is read in JAX: of complex numbers the real part, where it is real."""
+    """Casts an array as JAX does when it reads a form: a complex array becomes its real part if the dtype is real."""
     if array.dtype == dtype:
         return array
     real = np.real(array) if array.dtype.kind == "c" and not is_complex(dtype) else array

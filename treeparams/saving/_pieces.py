@@ -1,4 +1,4 @@
-"""The pieces of a state of the model after: what comes to each parameter, and what all of a history share."""
+"""The pieces of a state of the new model: those of each parameter, and those that a whole history shares."""
 
 import collections
 import dataclasses
@@ -20,7 +20,7 @@ from ._movers import Done, Movers
 
 
 class Home(NamedTuple):
-    """The history that parameters after go on with: the number of the one it has come from, its steps, and its side."""
+    """The history that new parameters continue: the number of its origin, its steps, and whether it waits."""
 
     origin: int
     steps: int
@@ -28,17 +28,17 @@ class Home(NamedTuple):
 
     @classmethod
     def of(cls, history: Before) -> "Home":
-        """That of a history before."""
+        """Returns the home that an old history gives."""
         return cls(history.origin, history.steps, history.waits)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moving:
-    """A state before on its way into that of the model after, like a fresh one.
+    """An old state on its way into that of the new model, like a fresh one.
 
     Attributes:
-        homes: the history that each parameter after goes on with; `None`: one of its own.
-        groups: of the fresh state.
+        homes: the history that each new parameter continues; `None` for a new one.
+        groups: the groups of the fresh state.
     """
 
     movers: Movers
@@ -49,13 +49,13 @@ class Moving:
     _done: dict[Place, Done] = dataclasses.field(default_factory=lambda: collections.defaultdict(dict))
 
     def reads(self, path: str) -> list[tuple[str, Before]]:
-        """The parameters that one after is made of, and the history of each."""
+        """Returns the old parameters that a new one is made from, each with its history."""
         return [self.before.of[name] for name in self.movers.reads(path)]
 
     # -- Of each parameter
 
     def piece(self, place: Place, path: str) -> Piece:
-        """The piece that comes to a parameter at a place in its state."""
+        """Returns the piece for a parameter at a place in its state."""
         if self.movers.is_plain(path):
             ((old, history),) = self.reads(path)
             return history.piece(place, old)
@@ -74,16 +74,16 @@ class Moving:
             array = arrays[0]
         else:
             raise ValueError(
-                f"{path!r} is made of {list(names)} by {self.movers.how(path)}, and of these the state has arrays of "
-                f"{[it.shape for it in arrays]} at {join_path((*place[0], '*', *place[1]))!r}, which are not of the "
-                "parameters' shapes, and not all alike: there such a parameter can be renamed, and nothing else; begin "
+                f"{path!r} is made of {list(names)} by {self.movers.how(path)}, but for these the state has arrays of "
+                f"shapes {[it.shape for it in arrays]} at {join_path((*place[0], '*', *place[1]))!r}, which "
+                "are not the parameters' shapes, and not all alike: a plan can only rename such a parameter; begin "
                 "with a fresh state"
             )
         return Piece(array, Owners((path,), place, None, (), False), 0)
 
     @functools.cached_property
     def _alone(self) -> Callable[[Place, str], Any]:
-        """From a place and a name to the array that is kept there beside a parameter before."""
+        """A function from a place and a name to the array that an old parameter has there."""
 
         # Each row of a stack asks for the whole stack, one after another.
         @functools.lru_cache(maxsize=4)
@@ -94,14 +94,14 @@ class Moving:
         return alone
 
     def begun(self, place: Place, path: str) -> Piece:
-        """The piece with which a parameter begins."""
+        """Returns the piece that a parameter begins with."""
         piece = self.fresh.piece(place, path)
         return piece._replace(array=_with_values(piece.array, path))
 
     # -- Of all parameters of a history, or of those of a group
 
     def shared(self, home: Home | None, paths: Sequence[str], entries: Entries) -> Any:
-        """An array that the parameters of a history share: that of the group that they were in, if it is of one."""
+        """Returns an array that the parameters of a history share; an array of a group is that of their old group."""
         if home is None:
             # New parameters begin with the rates that were set, as after optim.set_trainable.
             if "hyperparams" in entries and self.before.histories:
@@ -121,18 +121,18 @@ class Moving:
         for history, other in others:
             if other != its and not np.array_equal(array, history.copies.shared(other), equal_nan=True):
                 raise ValueError(
-                    f"the state has {join_path(its)!r} and {join_path(other)!r}, which differ, and parameters of both "
-                    f"groups are in one now, at {join_path(entries)!r}; begin with a fresh state"
+                    f"the state has {join_path(its)!r} and {join_path(other)!r}, which differ, but parameters of both "
+                    f"groups are now in one, at {join_path(entries)!r}; begin with a fresh state"
                 )
         return array
 
     @functools.cached_property
     def _members(self) -> Mapping[Entries, Set[str]]:
-        """The parameters after in each group that keeps arrays of parameters."""
+        """The new parameters in each group that keeps arrays of parameters."""
         return members_in(self.fresh)
 
     def _in_groups(self, paths: Collection[str], entries: Entries) -> list[tuple[Before, Entries]]:
-        """Where an array of a group is before, by the groups in which the parameters of the group were."""
+        """Returns where the array of a group was before, by the groups that the group's parameters were in."""
         for head in labelled_in(entries):
             found: dict[tuple[int, Entries], tuple[Before, Entries]] = {}
             members = self._members.get(head, frozenset())
@@ -145,7 +145,7 @@ class Moving:
         return []
 
     def _by_name(self, history: Before, entries: Entries) -> list[tuple[Before, Entries]]:
-        """Where an array is before: under the same labels of groups, or under the only ones that are no more."""
+        """Returns where an array was before: under the same group labels, or the only ones that no longer exist."""
         common = history.copies.common
         others = [its for its in common - self.fresh.common if unlabelled(its) == unlabelled(entries)]
         if entries in common or len(others) == 1:
@@ -153,7 +153,7 @@ class Moving:
         return []
 
     def _is_of_none(self, paths: Sequence[str], entries: Entries) -> bool:
-        """Whether an array is of a group that has no parameter of a history."""
+        """Returns whether an array belongs to a group that has no parameter of a history."""
         head = next(labelled_in(entries), None)
         if head is None:
             return False
@@ -165,12 +165,12 @@ class Moving:
 
 
 def _are_one_number(arrays: Sequence[Any]) -> bool:
-    """Whether arrays are one and the same number, as counts of parameters that have taken their steps together."""
+    """Returns whether all arrays are the same number, such as counts of parameters that took their steps together."""
     return all(array.size == 1 and bool(np.all(array == arrays[0])) for array in arrays)
 
 
 def _shape_alone(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a piece by itself."""
+    """Returns the shape of a piece as a separate array."""
     axis, whole = piece.owners.axis, tuple(piece.array.shape)
     if axis is None:
         return whole
@@ -178,7 +178,7 @@ def _shape_alone(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _with_values(array: Any, name: str) -> Any:
-    """A fresh array, which is to have values."""
+    """Returns a fresh array; raises an error if it has no values."""
     if isinstance(array, jax.ShapeDtypeStruct):
-        raise ValueError(f"like is needed at {name!r}, and has no values there: expected arrays, like=tx.init(model)")
+        raise ValueError(f"like has no values at {name!r}, where they are needed: expected arrays, like=tx.init(model)")
     return array

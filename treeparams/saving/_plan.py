@@ -1,4 +1,4 @@
-"""plan: which array goes where, before anything is loaded."""
+"""plan: decides which array goes where before anything is loaded."""
 
 import functools
 import operator
@@ -28,18 +28,19 @@ M = TypeVar("M")
 
 
 class Plan(Generic[M]):
-    r"""Which array goes where, by name, into a model. You make one by `saving.plan`; it prints as a table.
+    r"""Which array goes where, by name, into a model; made by `saving.plan`. Prints as a table.
 
     Attributes:
-        rows: of each array of the model, ties once: its path, the names that it comes from, how, its shape and dtype.
-            The table leaves out the middle of many rows; `print(*plan.rows, sep="\n")` shows all of them.
-        missing: the paths to which nothing comes.
-        unused: the names that go nowhere.
-        disagrees: arrays that would come and do not fit, in words.
+        rows: one row for each array of the model, ties once: its path, the names it comes from, the function applied to
+            them, its shape and dtype. The table leaves out the middle of many rows; `print(*plan.rows, sep="\n")` shows
+            all of them.
+        missing: the paths of the model that get no array.
+        unused: the names of the source that go nowhere.
+        disagrees: a sentence for each array that would go somewhere but does not fit.
     """
 
     def __init__(self, contents: Contents, source: Names, found: Fit, strict: bool) -> None:
-        """For this library's own use; users write `saving.plan(source, model)`."""
+        """For internal use. Call `saving.plan(source, model)` instead."""
         self._contents = contents
         # A plan holds no array of its source, which may be large, and may be gone when the plan is applied.
         self._source = source.without_values()
@@ -49,39 +50,44 @@ class Plan(Generic[M]):
         self.rows = rows_of(contents, found)
 
     def __call__(self, arrays: Any) -> M:
-        """The model with these arrays in it.
+        """Returns the model with these arrays in it.
 
         Args:
-            arrays: whatever `source` may be, with values, traced ones too. The names and shapes are those of the
-                `source`: what is not used may be missing, but no name may be new, unless the plan is not strict.
+            arrays: arrays from any kind of `source`, with values; they may be traced. Their names and shapes must be
+                those of the plan's `source`. Arrays that the plan does not use may be missing, but new names are an
+                error unless the plan is not strict.
 
         Returns:
-            The model. A leaf that is no array is that of the model that the plan was made for, and so are, with
-            `strict=False`, the arrays to which nothing comes. Arrays lie where those of that model do, if these are
-            committed to a place. JAX arrays that go somewhere as they are may share their buffers with `arrays`.
+            The model. Leaves that are not arrays are those of the model that the plan was made for. So are, with
+            `strict=False`, the arrays that nothing comes to. Each array is placed on the devices of the model's array
+            if that one is committed to them. JAX arrays that the plan does not change may share their buffers with
+            `arrays`.
 
         Raises:
-            ValueError: an array is not there, or of another shape or dtype than in the source; there is one that the
-                source had not; arrays that were one in the source, or that go to one tie, differ; 64 bits do not fit
-                into the 32 that JAX has; nothing comes to an array without a value; the file is damaged. Within
-                `jax.jit` names, shapes and dtypes are compared when the function is traced, and values cannot be.
+            ValueError: an array is missing, or has another shape or dtype than in the source; a name is not in the
+                source; arrays differ that were the same array in the source, or that go to one tie; 64-bit values do
+                not fit into JAX's 32 bits; nothing comes to an array that has no value in the model; or the file is
+                damaged. Inside `jax.jit`, names, shapes and dtypes are compared when the function is traced, and values
+                cannot be compared.
         """
         given = compared(names_of(arrays), self._source, self._fit, self._strict)
         return jtu.tree_unflatten(self._contents.treedef, filled(self._contents, self._fit, given))
 
     def state(self, source: Any, like: TrainableState, tx: Any = None) -> TrainableState:
-        """The state of an optimiser of the model before, as one of the model after.
+        """Carries a state of an optimiser over from the old model to the new one.
 
-        Moments go where their parameters go: renamed, split, merged, stacked; where several go to one tie, those of the
-        first. Arrays that all parameters of one history share, such as step counts and rates, stay. A parameter that
-        waits, since `optim.set_trainable` has frozen it, waits afterwards: `layout` of the result says what trains. A
-        parameter to which nothing comes begins a history of its own, as after `optim.set_trainable`: with the state
-        that it has in `like`, the rates of the others and count 0. One that `like` does not train is left out.
+        Moments go where their parameters go: renamed, split, merged or stacked. If several go to one tie, those of the
+        first are kept. Arrays that all parameters of one history share, such as step counts and rates, stay as they
+        are. A parameter that waits because `optim.set_trainable` froze it still waits in the new state; `layout` of the
+        result shows which parameters train. A parameter that nothing comes to begins a new history, as after
+        `optim.set_trainable`: with its state in `like`, the rates of the others and count 0. Parameters that `like`
+        does not train are left out.
 
         A function of the plan may move elements, drop and join them, cast them, and zero them by a constant mask,
-        `x * mask`, which is read from its program. Its moments are moved as they are, in their own dtypes. An element
-        that a mask zeroes has in the state what it has in `like`, as if all its gradients had been zero. A function
-        that computes, as a mean of two layers does, is refused: moments do not follow from it.
+        `x * mask`; `state` reads this from the function's program. Moments are moved in the same way, in their own
+        dtypes. If a mask zeroes an element, its state is the one it has in `like`, as if all its gradients had been
+        zero. A function that computes new values, such as the mean of two layers, is an error, because moments do not
+        follow from it.
 
         >>> import jax.numpy as jnp, optax
         >>> from treeparams import optim, saving
@@ -94,24 +100,25 @@ class Plan(Generic[M]):
           trains, 1 step taken: b
 
         Args:
-            source: a state of `optim.trainable`, `flat` or `stacked`, or the names of one, as
-                `saving.names(path, "optimiser")` of a file. It is of the model that the plan was made from. With `tx`
-                also a state of plain Optax, `rule.init(eqx.filter(model, eqx.is_inexact_array))`, or its names.
-            like: a fresh state of the model after, `tx.init(model)`, of the same rule; its form (`trainable`, `flat`,
-                `stacked`) may be another, and so may the names of its groups (`optim.groups`). Only the rule knows with
-                which state a parameter begins, so it is always needed.
-            tx: the rule that made a state of plain Optax, or the `optim.trainable(rule)` that it is in now.
+            source: a state of `optim.trainable`, `flat` or `stacked`, or the names of one, such as
+                `saving.names(path, "optimiser")` of a file. It belongs to the model that the plan was made from. With
+                `tx` it may also be a state of plain Optax, `rule.init(eqx.filter(model, eqx.is_inexact_array))`, or the
+                names of one.
+            like: a fresh state of the new model, `tx.init(model)`, of the same Optax rule. Its form (`trainable`,
+                `flat`, `stacked`) may differ, and so may the names of its groups (`optim.groups`). It is always needed,
+                because only the rule knows the state that a parameter begins with.
+            tx: the rule that made a state of plain Optax, or the `optim.trainable(rule)` that contains it.
 
         Returns:
-            The state, for the same `tx`.
+            The state, for the same `tx` as `like`.
 
         Raises:
-            ValueError: a function of the plan changes or repeats elements, in place of moving them; a parameter is made
-                of some that have not taken their steps together, or of which some wait; the states are of different
-                rules; `like`, or the state, is of another model than the plan; the rule keeps arrays of other shapes
-                than the parameters', as Adafactor's rows and columns, of one that is more than renamed; the rule does
-                not keep its state leaf by leaf.
-            TypeError: `like` is no such state; `source` is of plain Optax, and `tx` is missing.
+            ValueError: a function of the plan changes or repeats elements instead of moving them; a parameter is made
+                from several that have taken different numbers of steps, or of which only some wait; the states are of
+                different rules; `like` or the state belongs to another model than the plan; the rule keeps arrays of
+                other shapes than the parameters', such as Adafactor's rows and columns, for a parameter that is more
+                than renamed; or the rule does not keep its state leaf by leaf.
+            TypeError: `like` is not such a state; or `source` is of plain Optax and `tx` is missing.
         """
         return carried_state(self._movers, names_of(source), like, tx)
 
@@ -122,28 +129,27 @@ class Plan(Generic[M]):
     def average(self, source: Any, like: None = None) -> M: ...
 
     def average(self, source: Any, like: Ema[M] | None = None) -> Ema[M] | M:
-        """An average of the model before, as one of the model after.
+        """Carries an average over from the old model to the new one.
 
         Args:
-            source: a `tp.Ema` or the names of one, as `saving.names(path, "average")` of a file, where `like` is one;
-                else an average that is a model, as `tp.ema` makes it, or the names of one.
-            like: a fresh average of the model after, `tp.Ema(model, decay=...)`; its decay is the one from now on. What
-                nothing comes to stays as it is in it. `None`: a model, as the plan makes it.
+            source: if you pass `like`, a `tp.Ema` or the names of one, such as `saving.names(path, "average")` of a
+                file. Otherwise an average that is a model, as `tp.ema` makes it, or the names of one.
+            like: a fresh average of the new model, `tp.Ema(model, decay=...)`, whose decay counts from now on. Arrays
+                that nothing comes to keep their values in `like`. With `None` you get a model, as the plan makes it.
 
         Returns:
             The average.
 
         Raises:
-            ValueError: a function of the plan computes; `like`, or the average, is of another model than the plan.
-            TypeError: `like` is no `tp.Ema`.
+            ValueError: a function of the plan computes new values; or `like` or the average belongs to another model
+                than the plan.
+            TypeError: `like` is not a `tp.Ema`.
         """
         self._movers.check()
         names = names_of(source)
         heads = set(map(head_of, names))
         if like is None and {"shadow", "count", "weight"} <= heads <= {"shadow", "rest", "count", "weight"}:
-            raise TypeError(
-                "the source is a tp.Ema, so it needs a fresh one of the model after: like=tp.Ema(model, ...)"
-            )
+            raise TypeError("the source is a tp.Ema, so pass a fresh one of the new model too: like=tp.Ema(model, ...)")
         return self(names) if like is None else carried_average(self._movers, names, like)
 
     @functools.cached_property
@@ -167,7 +173,7 @@ class Plan(Generic[M]):
         return _unpickled, (model, self._contents.aliases, self._source, self._fit, self._strict)
 
     def problems(self) -> list[str]:
-        """All that is wrong, one line each."""
+        """Returns all problems, one line each."""
         return problems(self._contents, self._source, self._fit)
 
     def _blocks(self) -> list[Table | str]:
@@ -192,7 +198,7 @@ def plan(
     strict: bool = True,
     trainable: Trainable = None,
 ) -> Plan[M]:
-    """Says which array goes where, by name, into a model, before anything is loaded.
+    """Decides which array goes where, by name, into a model, before anything is loaded.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from treeparams import saving
@@ -211,13 +217,13 @@ def plan(
     >>> plan(theirs)["linear"]["weight"].sum()
     Array(6., dtype=float32)
 
-    **`rename={left: right}`** from names to paths. The first entry that matches a name takes it, and names that none
-    takes stay as they are. The left side is a glob over whole names, as over paths: `*` stands for an entry or a part
-    of one, `**` for any number of entries, also none, and those of the right side stand for the same text as those of
-    the left side, in order; `?` and `[...]` only match. An entry for which earlier ones leave no name is an error, but
-    for `**` at the end. `None` on the right drops on purpose, and under `None` on the left you write the paths that
-    stay as they are in the model, so that strictness stays on: `{"pooler.**": None, None: "head.**"}`. Several arrays
-    to one, or one to several, go through a function:
+    **`rename={left: right}`** maps names to paths. Each name follows the first entry that matches it; names that no
+    entry matches stay as they are. The left side is a glob over whole names, as over paths: `*` matches an entry or a
+    part of one, `**` any number of entries, including none, and the stars of the right side are replaced, in order, by
+    the text that those of the left side matched. `?` and `[...]` match but are not carried over. An entry for which
+    earlier ones leave no name is an error, except for `**` at the end. `None` on the right drops names. Under `None` on
+    the left you list the paths that keep their values in the model, so that you need not give up `strict`:
+    `{"pooler.**": None, None: "head.**"}`. To map several arrays to one, or one to several, add a function:
 
     >>> row = lambda *shape: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     >>> def thirds(qkv):
@@ -237,8 +243,8 @@ def plan(
     ...     transform={("q", "k"): joined},
     ... )
 
-    One `*` more on the left stacks arrays in numeric order, one more on the right takes a stack apart. If there are
-    several, it is the last `*` that stands for numbers only.
+    With one more `*` on the left, arrays are stacked in numeric order; with one more on the right, a stack is taken
+    apart. If there are several stars, it is the last `*` that matches numbers only.
 
     >>> layers = {"layers": [{"w": jnp.zeros(2)} for _ in range(3)]}
     >>> stacked = {"layers": {"w": jnp.zeros((3, 2))}}
@@ -252,37 +258,38 @@ def plan(
     layers.0.w: layers.w (unstack, 1 of 3); layers.1.w: layers.w (unstack, 2 of 3)
 
     **States and averages go along.** `plan.state(state, like=tx.init(model))` and `plan.average(average, like=...)`
-    take moments and averages of the model before through the same renames. There a function may only move, drop and
-    join elements, each as it is - a transpose, a slice, a concatenation, a cast, a constant mask - which is read from
-    its program.
+    carry moments and averages of the old model over by the same renames. For these, a function may only move, drop and
+    join elements without changing them: a transpose, a slice, a concatenation, a cast, a constant mask. The plan reads
+    this from the function's program.
 
     Args:
-        source: arrays by name: a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a safetensors
-            file, of which the header is read, or a list of several; what `np.load` gives of an `.npz` file; the result
-            of `saving.names`; Orbax's metadata of a checkpoint, `checkpointer.metadata(path)`; another model or a
-            `Layout`, whose names are paths; another plan, for the model that it makes.
-        model: the model to fill, ties once; its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`). The
-            keys of a flat dictionary, as `layers.0.weight`, are names, too.
-        rename: as above, or a function of a name that returns the new one, or `None` to drop it.
-        transform: `{left: function}`, by the left side as it is written in `rename`; or by a pattern over names, for
-            arrays that go one to one. A function gets one array for each source and returns one, or a sequence for
-            several targets; it need not be linear. Of arrays that are stacked it gets all, in order.
-        strict: whether to refuse what is missing, unused or does not fit, and later names that the source has not.
-            Otherwise the plan takes what fits and reports the rest; arrays to which nothing comes stay as they are in
-            the model.
-        trainable: a `Layout` knows ties that an abstract model does not show; which leaves it trains does not matter
-            here.
+        source: arrays by name. This can be a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a
+            safetensors file, of which only the header is read, or a list of several; the result of `np.load` for an
+            `.npz` file; the result of `saving.names`; Orbax's metadata of a checkpoint, `checkpointer.metadata(path)`;
+            another model or a `Layout`, whose names are its paths; or another plan, which counts as the model that it
+            makes.
+        model: the model to fill, ties once. Its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`). The
+            keys of a flat dictionary, such as `layers.0.weight`, are names too.
+        rename: a dictionary as above, or a function of a name that returns the new name, or `None` to drop it.
+        transform: a dictionary `{left: function}`. Its keys are left sides exactly as in `rename`, or patterns over
+            names for arrays that go one to one. A function gets one array for each source, and returns one array, or a
+            sequence for several targets; it need not be linear. For stacked arrays it gets all of them, in order.
+        strict: whether missing, unused and misfitting arrays are errors, and later names that the source does not have.
+            Otherwise the plan uses the arrays that fit and reports the rest; arrays that nothing comes to keep their
+            values in the model.
+        trainable: a `Layout`, for its ties, which an abstract model does not show. It does not matter which leaves it
+            trains.
 
     Returns:
-        The plan: `plan(arrays)` is the model.
+        The plan. `plan(arrays)` returns the model.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: with `strict`, all that is missing, unused or does not fit; dtypes must be equal as JAX has them, a
-            cast is a transform, and an array of a dtype that JAX has not is dropped by `None`. A pattern of `rename` or
-            `transform` matches nothing; two arrays go to one path; arrays are merged or split and `transform` does not
-            say how; a function fails; the file is damaged, or a pickle.
-        TypeError: a side of `rename` is no pattern, or a transform no function.
+        OSError: the file does not exist.
+        ValueError: with `strict`, an array is missing, unused or does not fit. Dtypes must be equal in JAX, so write a
+            cast as a transform, and drop an array of a dtype that JAX lacks with `None`. Also, strict or not: a pattern
+            of `rename` or `transform` matches nothing; two arrays go to one path; arrays are merged or split without a
+            `transform`; a function fails; or the file is damaged, or is a pickle.
+        TypeError: a side of `rename` is not a pattern, or a transform is not a function.
     """
     if isinstance(model, (str, os.PathLike)):
         raise TypeError("expected a model, got a path; the source comes first: saving.plan(path, model)")
@@ -291,5 +298,5 @@ def plan(
     made = Plan(contents, known, fit(contents, known, rename, transform), strict)
     problems = made.problems()
     if strict and problems:
-        raise ValueError("the source does not fit the model; strict=False takes what fits:\n" + "\n".join(problems))
+        raise ValueError("the source does not fit the model; strict=False loads the rest:\n" + "\n".join(problems))
     return made

@@ -1,4 +1,4 @@
-"""A function that moves the elements of parameters, as one that moves arrays which are kept beside these."""
+"""Applies a function that moves the elements of parameters to arrays that belong to these parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +15,12 @@ from ._rename import Route
 
 
 class Program:
-    """The program of a route, which is known to move elements, each at most once and as it is.
+    """The program of a route. It moves elements, each at most once and unchanged.
 
     Attributes:
-        reads: of each result, the numbers of the arguments that it is made of.
-        same: of each result, the number of the argument that it is, if it is one as it is.
-        dropped: of each result, where a mask has dropped elements; `None`: nowhere.
+        reads: for each result, the numbers of the arguments that it is made from.
+        same: for each result, the number of the argument that it equals, or `None`.
+        dropped: for each result, where a mask has dropped elements; `None` if nowhere.
     """
 
     def __init__(self, route: Route, specs: Sequence[Spec]) -> None:
@@ -35,9 +35,9 @@ class Program:
                     self._numbers = numbered(self._results, self._arguments, self._shapes)
         except NotMovedError:
             raise ValueError(
-                f"moments and averages go where elements are moved, dropped or joined, each at most once and as it is, "
-                f"and {route.how}, from {list(route.sources)} to {list(route.targets)}, changes or repeats them; the "
-                "parameters alone go through it, plan(arrays), and what is kept beside them begins anew: "
+                f"moments and averages can follow a function that moves, drops or joins elements, each at most once, "
+                f"but {route.how}, from {list(route.sources)} to {list(route.targets)}, changes or repeats them; use "
+                "the plan for the parameters alone, plan(arrays), and begin with a fresh state and average: "
                 "tx.init(model), tp.Ema(model, ...)"
             ) from None
         number = {id(argument): i for i, argument in enumerate(self._arguments)}
@@ -47,9 +47,9 @@ class Program:
         self.dropped = [where if where.any() else None for where in drops] or [None] * len(self._results)
 
     def results(self, number: int, arrays: Callable[[int], Any]) -> dict[int, Any]:
-        """A result, and those that are made of the same arguments, of arrays that are kept beside these.
+        """Returns a result, and those made from the same arguments, for arrays that belong to the parameters.
 
-        The arrays keep their dtypes. Where an element is dropped stands zero.
+        The arrays keep their dtypes. Dropped elements become zero.
         """
         reads = self.reads[number]
         wanted = [i for i, its in enumerate(self.reads) if its == reads]
@@ -60,7 +60,7 @@ class Program:
         return dict(zip(wanted, run([self._results[i] for i in wanted], known, move), strict=True))
 
     def _taken(self, numbers: np.ndarray, dropped: np.ndarray | None, reads: Sequence[int], arrays: list[Any]) -> Any:
-        """A result by the numbers of its elements, of the arguments that it is made of."""
+        """Returns a result by the numbers of its elements, from the arguments that it is made from."""
         if len(reads) < len(self._shapes):  # without the others, elements begin earlier
             starts = np.array(starts_of(self._shapes))[list(reads)]
             shifts = starts - starts_of([self._shapes[i] for i in reads])[:-1]

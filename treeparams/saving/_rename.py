@@ -1,4 +1,4 @@
-"""From names to names by globs: which arrays go where - one to one, split, merged, stacked, unstacked, dropped."""
+"""Maps names to names by globs: arrays go one to one, or are split, merged, stacked, unstacked or dropped."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from .._tree.structure import Spec
 from .._tree.text import describe, function_name, in_short
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
-"""`{left: right}`, a side a glob or a tuple of them and the right one also `None`; or a function of a name."""
+"""`{left: right}`, where a side is a glob or a tuple of globs, and the right may be `None`; or a function of a name."""
 Transforms = Mapping[Any, Callable[..., Any]]
 Stars = tuple[Star, ...]
 
@@ -26,10 +26,10 @@ _AT_ONCE = 32  # operands of one program
 
 
 def stack(*arrays: Array) -> jax.Array | np.ndarray:
-    """One array of several, as of layers.
+    """Stacks several arrays, such as those of layers, into one.
 
-    JAX compiles a program for each number of operands, which takes seconds for thousands of them. So it gets some at a
-    time, and NumPy's arrays are left to NumPy, where both make the same dtype of them.
+    JAX compiles a program for each number of operands, which takes seconds for thousands of them. So JAX stacks only
+    some at a time, and NumPy stacks NumPy arrays if both give the same dtype.
     """
     if all(isinstance(array, np.ndarray) for array in arrays) and len({array.dtype for array in arrays}) == 1:
         return np.stack(arrays)
@@ -44,13 +44,13 @@ def _in_parts(arrays: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def unstack(array: jax.Array | np.ndarray) -> list[Any]:
-    """The rows of an array; each an array of its own kind, also where it is a number."""
+    """Returns the rows of an array, each as an array of the same kind, even if it is a single number."""
     return [array[row, ...] for row in range(len(array))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Arrays that go somewhere together: the names that they come from and those that they go to."""
+    """Arrays that go somewhere together: the names that they come from, and the names that they go to."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -58,14 +58,14 @@ class Route:
 
     @property
     def how(self) -> str:
-        """How the arrays are changed, in words; empty where they are not."""
+        """The name of the function that changes the arrays; empty if nothing does."""
         function = self.function
         while isinstance(function, functools.partial):
             function = function.func
         return "" if function is None else function_name(function)
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """One array for each target, from one for each source."""
+        """Returns one array for each target, from one for each source."""
         if self.function is None:
             return list(arrays)
         # A function of `jax.numpy` cuts 64 bits to 32 without a word. NumPy's stacks and rows keep them.
@@ -78,7 +78,7 @@ class Route:
             made = [np.asarray(each) if isinstance(each, np.generic) else each for each in made]
             reason = next((f"it returned {describe(each)}" for each in made if not hasattr(each, "dtype")), None)
         except jax.errors.TracerArrayConversionError:
-            made, reason = [], "it is written with NumPy, and has to be with jax.numpy"
+            made, reason = [], "it is written with NumPy; write it with jax.numpy"
         except Exception as error:
             made, reason = [], in_short(error)
         if reason is not None:
@@ -88,7 +88,7 @@ class Route:
 
 
 class Routes(NamedTuple):
-    """The words of `rename` and `transform`, as routes of arrays by name."""
+    """The content of `rename` and `transform`, as routes of arrays by name."""
 
     found: list[Route]
     dropped: set[str]  # names, on purpose
@@ -100,19 +100,19 @@ def routes(
 ) -> Routes:
     """Reads `rename` and `transform`.
 
-    The targets say into how many an array is unstacked; where there are none, its leading axis does.
+    The targets determine into how many rows an array is unstacked; without targets, its leading axis does.
     """
     if not (transform is None or isinstance(transform, Mapping)):
-        raise TypeError(f"transform is a dictionary {{left: function}}, got {function_name(transform)}")
+        raise TypeError(f"transform must be a dictionary {{left: function}}, got {function_name(transform)}")
     functions = dict(transform or {})
     for key in (key for key, function in functions.items() if not callable(function)):
-        raise TypeError(f"transform[{key!r}] is a function of arrays, got {describe(functions[key])}")
+        raise TypeError(f"transform[{key!r}] must be a function of arrays, got {describe(functions[key])}")
     if not (rename is None or isinstance(rename, Mapping) or callable(rename)):
-        raise TypeError(f"rename is a dictionary {{left: right}} or a function of a name, got {describe(rename)}")
+        raise TypeError(f"rename must be a dictionary {{left: right}} or a function of a name, got {describe(rename)}")
     renamed = {name: rename(name) if callable(rename) else name for name in specs}
     for name, new in renamed.items():
         if not (new is None or isinstance(new, str)):
-            raise TypeError(f"rename({name!r}) is to return a name, or None to drop it, got {describe(new)}")
+            raise TypeError(f"rename({name!r}) must return a name, or None to drop it, got {describe(new)}")
     sides = {} if rename is None or callable(rename) else dict(rename)
     stays = _side(sides.pop(None), "right") if None in sides else ()
     kept = {name for glob in stays for name in _matched(glob, targets or (), "rename, None", "path")}
@@ -130,12 +130,12 @@ def _side(side: object, which: str) -> tuple[Glob, ...]:
     texts = (side,) if isinstance(side, str) else side
     if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
         also = ", or None" if which == "right" else ""
-        raise TypeError(f"a {which} side of rename is a name, a glob or a tuple of these{also}, got {side!r}")
+        raise TypeError(f"a {which} side of rename must be a name, a glob or a tuple of these{also}, got {side!r}")
     return tuple(map(Glob, texts))
 
 
 def _match(glob: Glob, name: str) -> Stars | None:
-    """The stars, if a glob matches a name. A name is also matched by its own text, whatever stands in it: `w[0]`."""
+    """Returns the text of the stars if a glob matches a name. A name also matches its own text, such as `w[0]`."""
     entries = split_name(name)
     stars = glob.match(entries)
     if stars is None and len(entries) == 1 and "." in name:  # a key of a flat dictionary that was saved as a tree
@@ -144,24 +144,24 @@ def _match(glob: Glob, name: str) -> Stars | None:
 
 
 def _matched(glob: Glob, names: Collection[str], of: str, kind: str = "name", hint: str = "") -> list[str]:
-    """The names that a glob of `rename` or `transform` matches; an error if there are none."""
+    """Returns the names that a glob of `rename` or `transform` matches; raises an error if there are none."""
     found = [name for name in names if _match(glob, name) is not None]
     if found:
         return found
     below = next((name for name in names if glob.selects(split_name(name))), None)
     if below:
-        hint = f"; {glob.text}.** takes what is below it, as {below!r}"
+        hint = f"; {glob.text}.** matches the names below it, such as {below!r}"
     raise ValueError(f"{of}: {glob.text!r} matches no {kind}{hint or nearest(glob.text, names)}")
 
 
 def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Route]:
-    """The routes with the functions of globs over their sources."""
+    """Returns the routes with the functions for globs over their sources."""
     for key, function in functions.items():
         if not isinstance(key, str):
-            raise ValueError(f"transform has {key!r}, which is no left side of rename; write it as it is written there")
+            raise ValueError(f"transform has {key!r}, which is no left side of rename; write it exactly as in rename")
         glob = Glob(key)
         goes = [route.sources[0] for route in found if any(_match(glob, name) is not None for name in route.targets)]
-        hint = f"; it is where {goes[0]!r} goes, so write that" if goes else ""
+        hint = f"; {goes[0]!r} goes there, so write that name" if goes else ""
         names = _matched(glob, [name for route in found for name in route.sources], "transform", hint=hint)
         for i, route in enumerate(found):
             if set(route.sources).isdisjoint(names):
@@ -169,7 +169,7 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
             if route.function in (stack, unstack) or len(route.sources) + len(route.targets) > 2:
                 raise ValueError(
                     f"transform has {key!r}, which matches {route.sources[0]!r}, but that goes with others to "
-                    f"{next(iter(route.targets), '')!r}; give the transform under the left side of rename that says so"
+                    f"{next(iter(route.targets), '')!r}; write the transform under their left side of rename"
                 )
             if route.function is None:
                 found[i] = dataclasses.replace(route, function=function)
@@ -177,7 +177,7 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
 
 
 class _Entry:
-    """An entry of `rename`, and the names that it takes: by which of its globs, and what the stars stand for."""
+    """An entry of `rename`, and the names that it takes, each with the number of its glob and the stars' text."""
 
     def __init__(self, left: object, right: object) -> None:
         self.left = left
@@ -187,24 +187,24 @@ class _Entry:
         self._surplus = self._stars_more(right) if self.rights else 0
 
     def _stars_more(self, right: object) -> int:
-        """The number of stars that the left side has more than the right one: 1 stacks, and -1 unstacks."""
+        """Returns how many more stars the left side has than the right one: 1 stacks, and -1 unstacks."""
         counts = [{len(glob.stars) for glob in side} for side in (self.lefts, self.rights)]
         if max(map(len, counts)) > 1:
-            raise ValueError(f"rename, {self.left!r}: the globs of one side have the same number of stars")
+            raise ValueError(f"rename, {self.left!r}: the globs of one side must have the same number of stars")
         surplus = counts[0].pop() - counts[1].pop()
         if abs(surplus) > 1 or (surplus and len(self.lefts) + len(self.rights) > 2):
             raise ValueError(
-                f"rename, {self.left!r}: the stars of the left side stand for those of the right one in order, and "
-                f"{right!r} has {-surplus:+} of them; one more on the left stacks the arrays of one glob, one more on "
-                "the right unstacks one array"
+                f"rename, {self.left!r}: the stars of the left side fill those of the right one in order, but "
+                f"{right!r} has another number ({-surplus:+}); one more on the left stacks the arrays of one glob, one "
+                "more on the right unstacks one array"
             )
         # A star more on one side tells rows of a stack apart; so there is one glob on each side.
         if surplus and "*" not in (self.lefts if surplus > 0 else self.rights)[0].stars:
-            raise ValueError(f"rename, {self.left!r}: the star that stacks or unstacks is a '*', and not '**'")
+            raise ValueError(f"rename, {self.left!r}: the star that stacks or unstacks must be a '*', not '**'")
         return surplus
 
     def takes(self, name: str) -> Glob | None:
-        """The glob by which the entry takes a name."""
+        """Returns the glob by which the entry takes a name."""
         for number, glob in enumerate(self.lefts):
             stars = _match(glob, name)
             if stars is not None:
@@ -215,14 +215,14 @@ class _Entry:
     def routes(
         self, specs: Mapping[str, Spec], function: Callable[..., Any] | None, targets: Collection[str] | None
     ) -> Iterator[Route]:
-        """The routes of the names that the entry has taken; of globs that go together, where all are there."""
+        """Yields the routes of the names that the entry has taken; of globs that go together, only complete sets."""
         if not self.rights:
             return
         if len(self.lefts) + len(self.rights) > 2 and function is None:
             verb, example = ("merges", "jnp.concatenate") if len(self.lefts) > 1 else ("splits", "jnp.split")
             raise ValueError(
-                f"rename, {self.left!r}: it {verb} arrays, and transform is to say how, from one array for each source "
-                f"to one for each target, such as by {example}: transform={{{self.left!r}: ...}}"
+                f"rename, {self.left!r}: it {verb} arrays, so transform must say how, from one array for each source "
+                f"to one for each target, for example with {example}: transform={{{self.left!r}: ...}}"
             )
         row = self._star_of_rows() if self._surplus > 0 else None
         together: dict[Stars, dict[int, str]] = {}
@@ -232,8 +232,8 @@ class _Entry:
             other = together.setdefault(stars, {}).setdefault(number, name)
             if other != name:
                 raise ValueError(
-                    f"rename, {self.left!r}: it takes {other!r} and {name!r}, which would go to one place; "
-                    "write a '*' for what tells them apart"
+                    f"rename, {self.left!r}: it matches {other!r} and {name!r}, which would go to one place; "
+                    "write a '*' where they differ"
                 )
         function = function or {1: stack, 0: None, -1: unstack}[self._surplus]
         for stars, its in together.items():
@@ -247,18 +247,18 @@ class _Entry:
                 yield Route(sources, made, function)
 
     def _star_of_rows(self) -> int:
-        """The last star that stands for numbers alone."""
+        """Returns the position of the last star that matches only numbers."""
         for at in reversed(range(len(self.lefts[0].stars))):
             if all(_number(stars[at]) >= 0 for _, stars in self.taken.values()):
                 return at
-        raise ValueError(f"rename, {self.left!r}: no '*' of it stands for numbers alone, so nothing can be stacked")
+        raise ValueError(f"rename, {self.left!r}: none of its '*' matches numbers alone, so nothing can be stacked")
 
     def _rows(self, stars: Stars, count: int, targets: Collection[str] | None) -> tuple[str, ...]:
-        """The names of an array's rows: those among the targets, in numeric order, or else this many."""
+        """Returns the names of an array's rows: those among the targets, in numeric order, or else `count` new ones."""
         right = self.rights[0]
         if targets is None:
             if right.stars.count("*") > 1:
-                raise ValueError(f"rename, {self.left!r}: write in {right.text!r} one '*' alone, that of the rows")
+                raise ValueError(f"rename, {self.left!r}: write only one '*' in {right.text!r}, for the rows")
             at = right.stars.index("*")
             return tuple(right.filled((*stars[:at], str(row), *stars[at:])) for row in range(count))
         matched = [(target, found) for target in targets if (found := _match(right, target)) is not None]
@@ -274,12 +274,12 @@ class _Entry:
 
 
 def _number(star: Star) -> int:
-    """The number that a star stands for, or -1."""
+    """Returns the number that a star matched, or -1."""
     return int(star) if isinstance(star, str) and star.isdecimal() else -1
 
 
 def _left_by(entries: Sequence[_Entry], names: Collection[str]) -> list[str]:
-    """Gives each name to the first entry that matches it, and returns those that none does."""
+    """Gives each name to the first entry that matches it, and returns the names that no entry matches."""
     takers = {name: next(filter(None, (entry.takes(name) for entry in entries)), None) for name in names}
     for entry in entries:
         for number, glob in enumerate(entry.lefts):
@@ -291,6 +291,6 @@ def _left_by(entries: Sequence[_Entry], names: Collection[str]) -> list[str]:
                 earlier = dict.fromkeys(repr(taker.text) for name in matched if (taker := takers[name]))
                 raise ValueError(
                     f"rename: {glob.text!r} comes too late: {', '.join(earlier)} before it took all that it matches; "
-                    "the first that matches a name has it"
+                    "a name follows the first entry that matches it"
                 )
     return [name for name, taker in takers.items() if taker is None]

@@ -1,4 +1,4 @@
-"""A plan in words: its rows, its table, and all that is wrong."""
+"""A plan in words: its rows, its table, and its problems."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 def rows_of(contents: Contents, found: Fit) -> tuple[Row, ...]:
-    """The arrays of a model, ties once."""
+    """Returns the arrays of a model, ties once."""
     rows = []
     for leaf in contents.stored.values():
         spec, move = contents.spec(leaf), found.comes.get(leaf)
@@ -39,7 +39,7 @@ def rows_of(contents: Contents, found: Fit) -> tuple[Row, ...]:
 
 
 def blocks(contents: Contents, found: Fit, rows: Sequence[Row]) -> list[Table | str]:
-    """The table of a plan, and how many arrays come."""
+    """Returns the table of a plan, and a line with the number of arrays that come from the source."""
     why = dict.fromkeys(found.missing, "missing") | dict.fromkeys(found.kept, "stays")
     cells = [
         [
@@ -55,11 +55,11 @@ def blocks(contents: Contents, found: Fit, rows: Sequence[Row]) -> list[Table | 
 
 
 def problems(contents: Contents, source: Names, found: Fit) -> list[str]:
-    """All that is wrong, one line each."""
+    """Returns all problems, one line each."""
     heads = heads_of([contents.names[leaf] for leaf in found.missing], source.specs)
     if heads:
         call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
-        return [f"the source holds such a model below {quoted(heads)}; take one alone: {call}"]
+        return [f"the source has such a model below {quoted(heads)}; to load one, write {call}"]
     paths = [contents.short_names[leaf] for leaf in found.missing]
     few = len(paths) * len(found.unused) < 1000  # the nearest of many takes long to find
     unused, missing = (found.unused, paths) if few else ((), ())

@@ -1,4 +1,4 @@
-"""save, load, metadata: a tree in one file, and back into a tree like it."""
+"""save, load, metadata: writes a tree to one file, and reads it back into a tree like it."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ M = TypeVar("M")
 
 
 def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes the arrays of a tree, each once, its numbers and its texts to a file in the safetensors format, by path.
+    """Writes the arrays of a tree, each once, and its numbers and texts to a file in the safetensors format, by path.
 
     >>> import os, tempfile, jax.numpy as jnp, optax
     >>> from treeparams import optim, saving
@@ -42,38 +42,40 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     >>> saving.load(path, {"model": model, "optimiser": tx.init(model), "epoch": 0})["epoch"]
     5
 
-    Saved are trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have, and
-    numbers and texts, with their type. All else - functions, other objects, static fields, structure - is not in the
-    file: it comes from the code that builds the model. The file says the digest of the tree's layout, which paths are
-    one array, what each array's checksum is, and which parameters each array of an optimiser's state is of. Of a
-    `Restructure` in the tree it says which parameter lies where in its vector or stacks. Anything that reads
-    safetensors reads the arrays. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
+    `save` writes trained and frozen parameters, integers, bools and PRNG keys, from JAX or NumPy, in the dtypes they
+    have, and numbers and texts with their types. It does not write anything else: functions, other objects, static
+    fields and the structure come from the code that builds the model. The file also records the digest of the tree's
+    layout, which paths share one array, the checksum of each array, and which parameters each array of an optimiser's
+    state belongs to. For a `Restructure` in the tree it records where each parameter lies in its vector or stacks. Any
+    program that reads safetensors can read the arrays. Complex numbers are stored as pairs, and dtypes that the format
+    lacks as bytes.
 
-    The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
-    is full, leaves the old one. It keeps the mode and the owner of that one, where the system lets it. Of several
-    processes that save to one path the last one wins, whole. A NumPy array may change while it is written: the file
-    holds, piece by piece, what was there when the piece was written.
+    The new file replaces an old one only when all of it is on the disk, so a killed process or a full disk leaves the
+    old file intact. The new file keeps the mode and the owner of the old one, if the system allows it. If several
+    processes save to one path, the last one wins with a complete file. A NumPy array may change while it is written:
+    the file then holds each piece as it was when that piece was written.
 
     Args:
-        path: of the file; `.safetensors` is usual.
+        path: the path of the file, usually ending in `.safetensors`.
         model: any pytree: a model, a state, an average, or a dictionary of these and of numbers.
-        metadata: text by text, for people and other programs; `saving.metadata(path)` reads it.
+        metadata: a dictionary of texts for people and other programs. `saving.metadata(path)` reads it.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: an array has no values, lies over several processes (Orbax is for these), or is of a dtype that
-            the format cannot hold; a name or text is not Unicode; `metadata` has a name that starts with `treeparams.`;
-            the tree is nested too deeply for JAX; the path is no regular file, as a FIFO or `/dev/null`.
-        TypeError: the path does not come first; `metadata` is not text by text; a leaf that is no pytree, such as a
-            plain dataclass, a `deque` or a `functools.partial`, holds an array, which would not be saved. What
-            functions close over is not looked at.
+        ValueError: an array has no values, lies over several processes (use Orbax for these), or has a dtype that the
+            format cannot hold; a name or text is not Unicode; `metadata` has a name that starts with `treeparams.`; the
+            tree is nested too deeply for JAX; or the path is not a regular file, but a FIFO or `/dev/null`, for
+            example.
+        TypeError: the path does not come first; `metadata` is not a dictionary of texts; or a leaf that is not a
+            pytree, such as a plain dataclass, a `deque` or a `functools.partial`, holds an array, which would not be
+            saved. `save` does not look inside the closures of functions.
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(said, dict) or not all(isinstance(each, str) for pair in said.items() for each in pair):
-        raise TypeError(f"metadata is text by text, {{str: str}}, got {said!r}")
+        raise TypeError(f"metadata must be a dictionary of texts, {{str: str}}, got {said!r}")
     for name in said:
         if name.startswith(PREFIX):
-            raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are this library's own")
+            raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are reserved")
     as_text(path)
     leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
     _check_unicode([*said, *said.values()], "in a file")
@@ -83,11 +85,11 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
 
 
 def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a tree that are stored, by name, and all that is said of the tree.
+    """Returns the arrays of a tree to store, by name, and the words that describe the tree.
 
     Args:
         model: the tree.
-        instead: the call to write where it is none.
+        instead: the call to suggest if it is not a tree.
     """
     _check_tree(model, instead)
     if isinstance(model, (type, ModelTransformation)):
@@ -118,7 +120,7 @@ def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, An
 
 @contextlib.contextmanager
 def named_if_deleted(model: PyTree) -> Iterator[None]:
-    """Says of a donated array that is read which one of the model it is."""
+    """Names the array of the model if it was donated, and reading it fails."""
     try:
         yield
     except RuntimeError as error:
@@ -127,13 +129,13 @@ def named_if_deleted(model: PyTree) -> Iterator[None]:
 
 
 def _check_tree(tree: object, instead: str) -> None:
-    """Refuses a text or a path where a tree is expected: the two arguments may stand in PyTorch's order."""
+    """Rejects a text or a path in place of a tree, because the two arguments may be in PyTorch's order."""
     if isinstance(tree, (str, bytes, os.PathLike)):
         raise TypeError(f"expected a tree of arrays, got the text or path {tree!r}; {instead}")
 
 
 def _check_unicode(texts: Collection[str], where: str) -> None:
-    """Refuses texts that no file can hold."""
+    """Rejects texts that a file cannot hold."""
     with contextlib.suppress(UnicodeEncodeError):
         "".join(texts).encode()
         return
@@ -145,7 +147,7 @@ def _check_unicode(texts: Collection[str], where: str) -> None:
 
 
 def metadata(path: FilePath) -> dict[str, str]:
-    """The metadata that you passed to `save`, or that another program has written.
+    """Reads the metadata that you passed to `save`, or that another program wrote.
 
     >>> import os, tempfile, jax.numpy as jnp
     >>> from treeparams import saving
@@ -155,20 +157,20 @@ def metadata(path: FilePath) -> dict[str, str]:
     {'accuracy': '0.93'}
 
     Args:
-        path: of a safetensors file.
+        path: the path of a safetensors file.
 
     Returns:
-        Text by text.
+        A dictionary of texts.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it is no safetensors file, or damaged.
+        OSError: the file does not exist.
+        ValueError: the file is not a safetensors file, or it is damaged.
     """
     return File(OnDisk(path)).metadata
 
 
 def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
-    """Reads a file of `save` into a tree like the one that was saved.
+    """Reads a file that `save` wrote into a tree like the one that was saved.
 
     >>> import os, tempfile, equinox as eqx, jax, treeparams as tp
     >>> from treeparams import saving
@@ -182,27 +184,28 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     >>> bool(tp.diff(saving.load(path, shapes), model))
     False
 
-    **By name.** Each array goes to its path, whatever the order of fields, and so do numbers and texts: a dropout rate
-    is that of the file, and so is `inference`. With `saving.plan(path, like)(path)` they are those of `like`. Names,
-    shapes, dtypes, ties and histories are looked at before the first array is read, and each array is compared with
-    its checksum as it is read. Where names or shapes have changed since, `saving.plan(path, model, rename=...)` says
-    which array goes where.
+    **By name.** Each array, number and text goes to its path, whatever the order of fields. So a dropout rate or
+    `inference` is the one in the file; `saving.plan(path, like)(path)` keeps those of `like` instead. `load` checks
+    names, shapes, dtypes, ties and histories before it reads the first array, and compares each array with its checksum
+    as it reads it. If names or shapes have changed since the file was saved, map them with
+    `saving.plan(path, model, rename=...)`.
 
     Args:
-        path: of a file that `save` wrote.
-        like: a tree of the same structure, shapes, dtypes and ties, with numbers where the file has numbers. Of it are
-            functions, other objects and static fields, and where the arrays are to lie: on which devices, by which
-            sharding, in NumPy or in JAX. A leaf may be a `jax.ShapeDtypeStruct`, and takes the ties of the file. A
-            state of an optimiser must have the histories of the saved one: that of `tx.init` has one; the error says
-            the calls that make another.
+        path: the path of a file that `save` wrote.
+        like: a tree with the same structure, shapes, dtypes and ties, and with numbers where the file has numbers. You
+            get functions, other objects and static fields from it. Arrays go where its arrays are: to their devices,
+            with their sharding, in NumPy or in JAX. A leaf may be a `jax.ShapeDtypeStruct`; it gets the ties of the
+            file. A state of an optimiser must have the same histories as the saved one. The state that `tx.init`
+            returns has one history; if the saved state has others, the error shows the calls that make them.
         checksum: whether to compare the arrays with their checksums.
 
     Returns:
-        The tree, in buffers of its own, with one array at all paths of a tie. No array has a weak type.
+        The tree, in new buffers, with one array at all paths of a tie. No array has a weak type.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: the file is damaged or none of `save`; it does not fit `like`, with all that does not.
+        OSError: the file does not exist.
+        ValueError: the file is damaged, or `save` did not write it; or it does not fit `like`, and the error lists
+            every difference.
         TypeError: the path does not come first.
     """
     as_text(path)
@@ -210,8 +213,8 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     file = file_at(path)
     if not file.is_ours:
         raise ValueError(
-            f"{file.source.name} was not written by saving.save, so it does not say what is tied; write "
-            "saving.plan(path, model)(path), which says what goes where"
+            f"{file.source.name} was not written by saving.save, so it does not record ties; write "
+            "saving.plan(path, model)(path), which maps arrays by name"
         )
     contents = Contents(like)
     leaves = fitted(contents, file)
@@ -219,7 +222,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
 
 
 def fitted(contents: Contents, file: File) -> dict[str, int]:
-    """The leaves by their names in a file that fits the tree, which gets its ties; where it does not, an error."""
+    """Returns the leaves by their names in a file and gives the tree its ties; raises an error if they differ."""
     leaves = leaves_in(contents, file)
     wrong = list(unlike_states(contents, file))
     wrong = wrong or [*unlike_leaves(contents, leaves, file), *unlike_ties(contents, leaves, file)]
@@ -237,10 +240,10 @@ def fitted(contents: Contents, file: File) -> dict[str, int]:
 def filled(
     contents: Contents, leaves: Mapping[str, int], words: Mapping[str, Any], arrays: Iterator[tuple[str, Any]]
 ) -> PyTree:
-    """The tree with the arrays, numbers and texts of a file that fits."""
+    """Returns the tree with the arrays, numbers and texts of a file that fits."""
 
     def put(name_and_array: tuple[str, Array]) -> tuple[int, Array]:
-        """An array in its place; `map` lets go of it before the next one is read."""
+        """Places one array; `map` releases it before the next one is read."""
         name, array = name_and_array
         return leaves[name], placed(name, array, contents.leaves[leaves[name]])
 
@@ -250,7 +253,7 @@ def filled(
 
 
 def leaves_in(contents: Contents, file: File) -> dict[str, int]:
-    """The leaves by their names in the file, where the histories of a state may stand in another order."""
+    """Returns the leaves by their names in the file, in which the histories of a state may have another order."""
     theirs: dict[str, str] = {}  # by the path of each history in the tree
     for path, state in contents.states.items():
         here, there = (_paths_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
@@ -267,7 +270,7 @@ def leaves_in(contents: Contents, file: File) -> dict[str, int]:
 
 
 def _paths_of(words: Mapping[str, Any] | None, path: str) -> dict[tuple[str, ...], tuple[str, str]]:
-    """The paths of the state and of the count of each history, by its key."""
+    """Returns the paths of the state and of the count of each history, by the history's key."""
     if words is None:
         return {}
     start = f"{path}." if path else ""

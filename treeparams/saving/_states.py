@@ -1,10 +1,10 @@
-"""States of the model before, as those of the model after: regrouped, with a move between cut and join.
+"""Carries states of the old model over to the new one: regroups them, with a move between cutting and joining.
 
-A state has several histories where parameters were frozen and thawed: each is a state of the rule, for parameters that
-have taken the same steps, and some of them wait. The histories after are not those before. Each parameter after goes on
-with the history of the parameters that it is made of, or waits with it (`_homes`); histories before that come from one
-and have taken the same steps are one again; and parameters to which nothing comes begin a history of their own. The
-arrays of a history after are made piece by piece (`Moving`), where `regroup` would take the pieces as they are.
+A state has several histories if parameters were frozen and thawed. Each history is a state of the rule for parameters
+that have taken the same steps, and some of them wait. The new histories differ from the old ones. Each new parameter
+continues the history of the parameters that it is made from, or waits with it (`_homes`). Old histories with the same
+origin that have taken the same steps become one again. Parameters that nothing comes to begin a new history. The arrays
+of a new history are made piece by piece (`Moving`), where `regroup` would use the pieces unchanged.
 """
 
 import functools
@@ -34,7 +34,7 @@ from ._pieces import Home, Moving
 
 
 class _History(NamedTuple):
-    """A history of the model after."""
+    """A history of the new model."""
 
     home: Home
     paths: list[str]
@@ -43,7 +43,7 @@ class _History(NamedTuple):
 
 
 def carried_state(movers: Movers, source: Names, like: TrainableState, tx: object) -> TrainableState:
-    """A state as one of the model after; see `Plan.state`."""
+    """Carries a state over to the new model; see `Plan.state`."""
     if not isinstance(like, TrainableState):
         raise TypeError(f"expected a fresh state of the new model, like=tx.init(model), got {describe(like)}")
     before = histories_before(movers, source, tx)
@@ -66,7 +66,7 @@ def carried_state(movers: Movers, source: Names, like: TrainableState, tx: objec
 
 
 def _fresh(like: TrainableState) -> Copies:
-    """The arrays of the fresh state, or their shapes."""
+    """Returns the arrays of the fresh state, or their shapes."""
     arrays, division = entries_of(like.runs[0]), like.roles.divisions[0]
     fresh = Copies({slot.path: slot.shape for slot in like.layout.slots}, arrays, division)
     fresh.check()
@@ -76,7 +76,7 @@ def _fresh(like: TrainableState) -> Copies:
 
 
 def _homes(movers: Movers, before: Source, paths: Sequence[str]) -> dict[str, Home | None]:
-    """The history that each parameter goes on with; `None`: one of its own."""
+    """Returns the history that each parameter continues; `None` for a new one."""
     homes: dict[str, Home | None] = {}
     for path in paths:
         known = any(name in before.of for name in movers.sources(path))
@@ -104,7 +104,7 @@ def _no_home(path: str, found: dict[str, Home | None]) -> str:
 
 
 def _check_memory(moving: Moving, like: TrainableState) -> None:
-    """Refuses to add parameters to those of L-BFGS, to leave some out, and to show it another form of them."""
+    """Rejects adding parameters to those of L-BFGS, leaving some out, or giving it another form of them."""
     nodes = jtu.tree_flatten_with_path(like.runs[0], is_leaf=_is_memory)[0]
     for head in [key_entries(keys) for keys, node in nodes if _is_memory(node)]:
         after = _below(moving.fresh, head)
@@ -126,12 +126,12 @@ def _is_memory(node: object) -> bool:
 
 
 def _below(copies: Copies, head: Entries) -> dict[str, int | None]:
-    """The parameters that have arrays below a node of a state, and the axis along which they are joined in these."""
+    """Returns the parameters with arrays below a node of a state, and the axis along which these join them."""
     return {path: its[1].axis for (place, path), its in copies.at.items() if place[0][: len(head)] == head}
 
 
 def _check_lost(moving: Moving) -> None:
-    """Refuses arrays, of all parameters or of used ones, for which the fresh state has no place."""
+    """Rejects arrays, of all parameters or of used ones, for which the fresh state has no place."""
     reads = {path: moving.reads(path) for path, home in moving.homes.items() if home}
     after = {old: path for path, its in reads.items() for old, _ in its}
     places = [((unlabelled(place[0]), place[1]), path) for place, path in moving.fresh.at]
@@ -149,18 +149,18 @@ def _check_lost(moving: Moving) -> None:
             if is_lost:
                 lost.append(join_path((*history.at, *entries)))
     if lost:
-        why = "it was made by another transformation, or a parameter is now in a group with another one"
+        why = "it was made by another transformation, or a parameter is now in another group"
         if changed:
             how = moving.movers.how(changed[0])
-            why = f"{changed[0]!r} is made by {how}, and of its shape the rule keeps others; begin with a fresh state"
+            why = f"{changed[0]!r} is made by {how}, and the rule keeps other arrays for it; begin with a fresh state"
         raise ValueError(f"the state has {first_few(lost)}, for which the fresh one has no place: {why}")
 
 
 def _run_of(like: TrainableState, moving: Moving, home: Home | None, paths: Sequence[str]) -> tuple[PyTree, Division]:
-    """A state of the rule and its division.
+    """Returns a state of the rule, and its division.
 
-    Only the rule knows what state it keeps for some of the parameters, and it is not here to be asked. So the state for
-    all of them is taken, without the arrays of others alone: it has the same pieces.
+    Only the rule knows the state that it keeps for some of the parameters, and there is no rule here to ask. So the
+    state is the one for all parameters, without the arrays that belong to others alone: it has the same pieces.
     """
     run, its = only(like.runs[0], moving.fresh, set(paths))
     piece = moving.piece if home else moving.begun
@@ -172,18 +172,18 @@ def _run_of(like: TrainableState, moving: Moving, home: Home | None, paths: Sequ
 
 
 def _as(like: Array | jax.ShapeDtypeStruct, array: Array, name: str, shape: tuple[int, ...]) -> Array:
-    """An array in the dtype of the fresh one, and where that lies; of other parameters that may not be possible."""
+    """Casts an array to the dtype of the fresh one, and places it alike if it has the same shape."""
     if array.shape != shape:
         raise ValueError(
-            f"the state has {describe(array)} at {name!r}, and the fresh one {describe(like)}: it was made by another "
-            "transformation"
+            f"the state has {describe(array)} at {name!r}, but the fresh one has {describe(like)}: it was made by "
+            "another transformation"
         )
     array = in_dtype(array, like.dtype)
     return placed(name, array, like) if shape == like.shape else jnp.asarray(array)
 
 
 def _state_of(like: TrainableState, histories: Sequence[_History]) -> TrainableState:
-    """The state of these histories, the oldest first, as after optim.set_trainable."""
+    """Returns the state of these histories, the oldest first, as after `optim.set_trainable`."""
     leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
     running = sorted([each for each in histories if not each.home.waits], key=lambda history: -history.home.steps)
     held = [each for each in histories if each.home.waits]

@@ -1,4 +1,4 @@
-"""How a tree differs from a file, in words: arrays, ties, histories, and the parameters in joined arrays."""
+"""Describes how a tree differs from a file: its arrays, ties, histories, and the parameters in joined arrays."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from .._tree.structure import Spec
 from .._tree.text import describe, quoted
 from ._contents import Contents, places_in_words, state_in_words
 
-_ARRAYS_ALONE = "; saving.plan(path, tree)(path) takes the arrays of the file alone, no numbers"
+_ARRAYS_ALONE = "; saving.plan(path, tree)(path) loads only the arrays of the file, no numbers"
 
 
 def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
-    """Says which arrays, numbers and texts are in one only, or are others."""
+    """Yields a sentence for each array, number or text that is missing in the tree or the file, or differs."""
     said = values_in(file.words)
     there = dict.fromkeys([*file.specs, *file.words["ties"], *said])
     has_values = "values" in file.words  # a file of an older `save` says nothing of numbers
@@ -31,8 +31,8 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
     heads = heads_of(here, there) if here.keys() != there.keys() else []
     if heads:
         yield (
-            f"the {file.noun} holds such a tree below {quoted(heads)}: load into a dictionary of all that is in it, or "
-            f"take one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
+            f"the {file.noun} has such a tree below {quoted(heads)}: load into a dictionary of all its trees, or load "
+            f"one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
         )
         return
     for name in [name for name in here if name not in there]:
@@ -47,14 +47,14 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         else:
             others[head_of(name)] = None
     part = "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
-    hint = f"; to take a part of a file, as 'model', write {part}" if file.noun == "file" else ""
+    hint = f"; to load a part of a file, such as 'model', write {part}" if file.noun == "file" else ""
     for other in others:
-        yield f"the {file.noun} also holds {other!r}, which the tree has not{hint}"
+        yield f"the {file.noun} also has {other!r}, which the tree lacks{hint}"
     yield from filter(None, [_unlike_leaf(contents, leaves[name], name, file) for name in there if name in leaves])
 
 
 def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | None:
-    """How a leaf of the tree differs from what the file has at its name."""
+    """Describes how a leaf of the tree differs from the file's entry of the same name; `None` if it does not."""
     leaf, said = contents.leaves[i], values_in(file.words).get(name)
     stored, transforms = file.words["ties"].get(name, (name, ""))
     if said is not None:
@@ -75,7 +75,7 @@ def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | Non
 
 
 def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
-    """Whether a leaf stands for such a NumPy scalar, as `eqx.filter_eval_shape` has it: without its value."""
+    """Returns whether a leaf represents this NumPy scalar without its value, as in `eqx.filter_eval_shape`."""
     value = from_words(said)
     if not isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(value, (np.number, np.bool_)):
         return False
@@ -83,7 +83,7 @@ def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
 
 
 def _leaf_in_words(contents: Contents, i: int) -> str:
-    """A leaf for which the file has something else: an array by its spec, a number by its type."""
+    """Describes a leaf that differs from the file: an array by its spec, a number by its type."""
     if i in contents.names:
         return f"an array {describe(contents.spec(i))}"
     said = contents.values.get(i)
@@ -91,7 +91,7 @@ def _leaf_in_words(contents: Contents, i: int) -> str:
 
 
 def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
-    """Says which paths are one array in the tree or in the file only."""
+    """Yields a sentence for each tie that only the tree or only the file has."""
     aliases, first = contents.aliases, contents.structure.first
     names = {i: name for name, i in leaves.items()}
     roots = {i: aliases[i].source if i in aliases else i for i in names}
@@ -104,7 +104,7 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
         if transforms:
             if here not in aliases or (roots[here], str(aliases[here])) != (roots[there], transforms):
                 yield (
-                    f"{alias!r} is {transforms} of {source!r} in the {file.noun}, and the tree declares no such tie:"
+                    f"{alias!r} is {transforms} of {source!r} in the {file.noun}, but the tree declares no such tie:"
                     f" declare it, tp.field(tied_to=..., transform={transforms})"
                 )
         elif roots[here] != roots[there] and not {here, there} & contents.abstract:
@@ -117,7 +117,7 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
 
 
 def unlike_states(contents: Contents, file: File) -> Iterator[str]:
-    """Says which states have other histories, and how to make one that fits."""
+    """Yields a sentence for each state with other histories, with the calls that make one that fits."""
     for path, state in contents.states.items():
         here, there = state_in_words(state), file.words["states"].get(path)
         if there is None:
@@ -128,7 +128,7 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
             names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
             yield (
                 f"the state at {path!r} is of optim.{other} in the {file.noun}, of optim.{form} in the tree. A plan "
-                f"makes one of the other:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
+                f"converts it:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
             )
             continue
         if _histories_in(here) == _histories_in(there):
@@ -139,12 +139,12 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
             continue
         yield (
             f"the state at {path!r} has other histories than the tree's: {_counts_in(there)} in the {file.noun}, "
-            f"{_counts_in(here)} in the tree. A state like the saved one is made by\n{_calls_for(there)}"
+            f"{_counts_in(here)} in the tree. These calls make a state like the saved one:\n{_calls_for(there)}"
         )
 
 
 def _form_of(words: Mapping[str, Any]) -> str:
-    """Which function of `optim` makes a state: of separate arrays, of a vector, of stacks."""
+    """Returns the name of the function of `optim` that makes a state: of separate arrays, a vector or stacks."""
     blocks = [block for each in words["divisions"] for block in each["blocks"]]
     if any(has_rows for _, _, has_rows in blocks):
         return "stacked"
@@ -152,7 +152,7 @@ def _form_of(words: Mapping[str, Any]) -> str:
 
 
 def _unlike_optax(path: str, words: Mapping[str, Any], file: File) -> Iterator[str]:
-    """Says that a file has a state of plain Optax at a path: arrays of the parameters, below other names."""
+    """Yields a sentence if a file has a state of plain Optax at a path: arrays of the parameters, below other names."""
     start = f"{path}." if path else ""
     names = [name[len(start) :] for name in file.specs if name.startswith(start)]
     is_ours = file.words["states"] if not path else any(name.startswith(("runs.", "held.")) for name in names)
@@ -165,13 +165,16 @@ def _unlike_optax(path: str, words: Mapping[str, Any], file: File) -> Iterator[s
 
 
 def unlike_joined(contents: Contents, file: File) -> Iterator[str]:
-    """Says which arrays hold other parameters, or in another order, than in the file: joined, they may be as long."""
+    """Yields a sentence if joined arrays hold other parameters than in the file, or in another order.
+
+    Their lengths may still be equal.
+    """
     for path, restructure in contents.ways_back.items():
         here, there = places_in_words(restructure), file.words["restructures"].get(path)
         for name in here if there is None else here | there:
             ours, theirs = (_location(each, name) for each in (here, there or here))
             if ours != theirs:
-                yield f"of what {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
+                yield f"in the form that {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
                 break
     for path, state in contents.states.items():
         here, there = (_pieces_in(words) for words in (state_in_words(state), file.words["states"].get(path)))
@@ -189,7 +192,7 @@ def _location(locations: Mapping[str, Any], name: str) -> str:
 
 
 def _pieces_in(words: Mapping[str, Any] | None) -> dict[tuple[str, ...], list[str]]:
-    """The parameters in each array of a state, in order, by history and name."""
+    """Returns the parameters in each array of a state, in order, by history and name."""
     if words is None:
         return {}
     pieces = [f"{path!r} of shape {tuple(shape)}" for path, _, shape, _ in words["slots"]]
@@ -201,7 +204,7 @@ def _pieces_in(words: Mapping[str, Any] | None) -> dict[tuple[str, ...], list[st
 
 
 def _histories_in(words: Mapping[str, Any]) -> tuple[dict[str, Spec], dict[tuple[str, ...], frozenset[str]]]:
-    """The parameters of a state, and its histories in whatever order, each with those that it comes from one with."""
+    """Returns the parameters of a state; and for each history, the parameters of all histories with its origin."""
     histories, origins = histories_in(words), words["origins"]
     together = _by_origin(origins, [history.parameters for history in histories])
     # The numbers of origins mean nothing: two states agree if the same histories have one origin.
@@ -210,7 +213,7 @@ def _histories_in(words: Mapping[str, Any]) -> tuple[dict[str, Spec], dict[tuple
 
 
 def _by_origin(origins: Sequence[int], several: Sequence[list[str]]) -> dict[int, list[str]]:
-    """The parameters of all histories that come from one."""
+    """Returns the parameters of all histories with the same origin, by origin."""
     together: dict[int, list[str]] = {}
     for origin, paths in zip(origins, several, strict=True):
         together.setdefault(origin, []).extend(paths)
@@ -218,13 +221,13 @@ def _by_origin(origins: Sequence[int], several: Sequence[list[str]]) -> dict[int
 
 
 def _counts_in(words: Mapping[str, Any]) -> str:
-    """How many parameters each history has."""
+    """Describes how many parameters each history has."""
     running, held = (", ".join(str(len(each)) for each in words[side]) for side in ("running", "held"))
     return f"of {running or 'no'} parameters" + (f" and {held} that wait" if held else "")
 
 
 def _calls_for(words: Mapping[str, Any]) -> str:
-    """The calls that make a state of these histories."""
+    """Returns the calls that make a state with these histories."""
     whole = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
     running, held = ([[at for p in paths for at in whole[p]] for paths in words[side]] for side in ("running", "held"))
     # Histories come about where parameters begin to train later than others. So each origin is thawed by a call of its

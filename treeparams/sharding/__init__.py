@@ -1,7 +1,7 @@
-"""Where parameters lie: placement by rules, one step over many devices and processes.
+"""Shards a model over devices by rules, and trains it over many devices and processes.
 
-`sharding.plan` says where each parameter of a model lies on a mesh, and in which form; `sharding.make_step` makes the
-whole step of training over it. Over several processes `sharding.initialize` comes first.
+`sharding.plan` decides where each parameter of a model lies on a mesh, and in which form. `sharding.make_step` compiles
+a whole training step for that plan. With several processes, call `sharding.initialize` first.
 """
 
 from ._ahead import Ahead as Ahead, Lying as Lying, Seconds as Seconds, ahead as ahead

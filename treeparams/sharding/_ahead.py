@@ -1,4 +1,4 @@
-"""ahead: how much a step takes of each device, from a program that is compiled and never run."""
+"""ahead: how much memory, communication and arithmetic a step needs, found by compiling it without running it."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ _SHOWN = 5
 
 
 class Lying(NamedTuple):
-    """An array at rest: its name, its bytes on each device, and how it lies."""
+    """An array between steps: its name, its bytes on each device, and how it is sharded."""
 
     name: str
     bytes: int
@@ -46,11 +46,11 @@ class Lying(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """How long a step takes at least; made by `Ahead.seconds`. Prints as a sentence.
+    """A lower bound on the time of a step, made by `Ahead.seconds`. Prints as a sentence.
 
     Attributes:
-        moving: seconds for the bytes that are moved.
-        computing: seconds for the products.
+        moving: seconds to move the bytes between devices.
+        computing: seconds to compute the matrix products and convolutions.
     """
 
     moving: float
@@ -65,23 +65,29 @@ class Seconds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ahead:
-    """How much a step takes of each device; made by `sharding.ahead`. Prints as a table.
+    """Memory, communication and arithmetic of a step on each device, made by `sharding.ahead`. Prints as a table.
+
+    All sizes are bytes on one device.
 
     Attributes:
-        devices: over how many the step runs.
-        parameters: bytes of the parameters that a device has; so `frozen`, `state` and `batch`.
-        frozen: arrays of the model that do not train; of another function than a step of `sharding.make_step` 0.
-        state: of the optimiser, and averages.
-        batch: of all further arguments.
-        results: bytes of results that take no buffer of an argument: all, where a function donates nothing.
-        temporaries: bytes of arrays that are made and dropped within the step, as the compiler counts them.
-        gathered: bytes that all-gathers make, of a loop in one round; read from the program.
-        gradients: bytes of the gradient at its peak, derived from the plan: of whole parameters, but with
-            `split="parameters"` a share; in the dtype of the loss or the one in which they are summed, whichever is
-            wider. Of another function 0: nobody knows which arrays they are.
-        flops: floating-point operations of matrix products and convolutions on each device, with the rounds of loops;
-            `None` if some are in a loop that runs until some value is reached.
-        largest: the largest arrays at rest, with `.name`, `.bytes` on each device, and how it `.lies`.
+        devices: how many devices the step runs on.
+        parameters: bytes of the trained parameters.
+        frozen: bytes of the arrays of the model that do not train. 0 for a function that `sharding.make_step` did not
+            make.
+        state: bytes of the optimiser's state and of averages.
+        batch: bytes of all further arguments.
+        results: bytes of results that do not reuse the buffer of an argument. If the function donates nothing, these
+            are all results.
+        temporaries: bytes of arrays that are made and dropped within the step, as the compiler reports them.
+        gathered: bytes that all-gathers make, read from the program. All-gathers in a loop count for one round.
+        gradients: bytes of the gradient at its peak, derived from the plan. A device holds the gradient of whole
+            parameters, or of its share with `split="parameters"`. The dtype is that of the loss or the one that
+            gradients are summed in, whichever is wider. 0 for a function that `sharding.make_step` did not make,
+            because its gradients cannot be recognised.
+        flops: floating-point operations of matrix products and convolutions on each device, with all rounds of loops;
+            `None` if some are in a loop whose number of rounds depends on values.
+        largest: the largest arrays between steps. Each has a `.name`, its `.bytes` on each device, and its sharding as
+            `.lies`.
         moved: the bytes that one step moves between devices, as `sharding.collectives` counts them.
     """
 
@@ -100,39 +106,41 @@ class Ahead:
 
     @property
     def total(self) -> int:
-        """Bytes of a device: arguments, results that take no buffer of these, and temporaries."""
+        """The bytes that a device needs: arguments, temporaries, and results outside the buffers of arguments."""
         return self.parameters + self.frozen + self.state + self.batch + self.results + self.temporaries
 
     @property
     def activations(self) -> int:
-        """Bytes of the temporaries less those of `gathered` and `gradients`: derived, and at least 0."""
+        """The bytes of `temporaries` that are neither `gathered` nor `gradients`; derived, and at least 0."""
         return max(0, self.temporaries - self.gathered - self.gradients)
 
     def seconds(self, *, bandwidth: int | float | Mapping[str, int | float], flops: int | float) -> Seconds:
-        """How long a step takes at least, on devices of some speed.
+        """Estimates how long a step takes at least, on devices of a given speed.
 
         Args:
-            bandwidth: bytes per second that each device moves; or of each axis of the mesh, `{"data": 4.5e10}`. Between
-                devices along several axes at once the slowest of them counts.
+            bandwidth: bytes per second that each device moves. Pass a mapping to give each axis of the mesh its own
+                bandwidth, such as `{"data": 4.5e10}`; if data moves along several axes at once, the slowest of them
+                counts.
             flops: floating-point operations per second of each device.
 
         Returns:
-            `Seconds`, with `.moving` and `.computing`. Devices may do both at once, so a step takes the longer of the
-            two at least, and their sum where nothing overlaps.
+            `Seconds`, with `.moving` and `.computing`. If devices do both at once, a step takes at least the longer of
+            the two; if nothing overlaps, it takes their sum.
 
         Raises:
-            ValueError: a number of the program is not known; an axis has no bandwidth, or one that is not positive.
+            ValueError: the bytes or operations of the program are not known; an axis has no bandwidth; a bandwidth or
+                `flops` is not positive.
         """
         if self.flops is None or self.moved.bytes is None:
-            raise ValueError("how often a loop of this step runs depends on values, so it has no number of seconds")
+            raise ValueError("how often a loop of this step runs depends on values, so its time cannot be estimated")
         speeds = [*bandwidth.values()] if isinstance(bandwidth, Mapping) else [bandwidth]
         if wrong := [each for each in (flops, *speeds) if not each > 0]:
-            raise ValueError(f"bandwidth and flops are per second and device, more than 0, got {wrong[0]!r}")
+            raise ValueError(f"bandwidth and flops, per second and device, must be more than 0, got {wrong[0]!r}")
         if not isinstance(bandwidth, Mapping):
             return Seconds(self.moved.bytes / bandwidth, self.flops / flops)
         over = self.moved.over
         if missing := [axis for axes in over for axis in axes if axis not in bandwidth]:
-            raise ValueError(f"bandwidth has no axis {missing[0]!r}, over which is moved; it has {[*bandwidth]}")
+            raise ValueError(f"the step moves data along the axis {missing[0]!r}; bandwidth has only {[*bandwidth]}")
         moving = sum((size or 0) / min(bandwidth[axis] for axis in axes) for axes, size in over.items())
         return Seconds(moving, self.flops / flops)
 
@@ -154,7 +162,7 @@ class Ahead:
 
     def _products(self) -> str:
         if self.flops is None:
-            return "how often a loop runs depends on values, so its products have no count"
+            return "how often a loop runs depends on values, so its products are not counted"
         moved = self.moved.bytes
         ratio = f", {self.flops / moved:,.0f} for each byte moved" if moved else ""
         return f"{in_units(self.flops, 'FLOP')} of matrix products and convolutions{ratio}"
@@ -163,7 +171,7 @@ class Ahead:
 def ahead(
     step: Callable[..., Any], params: PyTree, state: PyTree, *batch: PyTree, topology: str | Any | None = None
 ) -> Ahead:
-    """Compiles a step and tells how much it takes of each device: bytes at rest, temporary ones, bytes moved, products.
+    """Compiles a step without running it, and reports the memory, communication and arithmetic it needs on each device.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from treeparams import sharding
@@ -183,53 +191,57 @@ def ahead(
     >>> found.seconds(bandwidth=4.5e10, flops=2e14)
     moving 0.0178 s, computing 4e-06 s: moving takes longer, so devices wait: give each more examples
 
-    Nothing is run and no array is made, so the model may be larger than your machine, and the devices more than you
-    have: start Python with `XLA_FLAGS=--xla_force_host_platform_device_count=64`, and make the mesh of these. Or
-    compile for devices that are not there, `topology="v5e:2x4"`: then the mesh may be an `AbstractMesh`.
+    `ahead` runs nothing and makes no arrays, so the model may be larger than your machine, and you may plan for more
+    devices than you have. Start Python with `XLA_FLAGS=--xla_force_host_platform_device_count=64` and make the mesh of
+    these devices. Or compile for devices that you do not have with `topology="v5e:2x4"`; then the mesh may be an
+    `AbstractMesh`.
 
     Args:
-        step: of `sharding.make_step`; or any function of `jax.jit` with these arguments.
-        params: as `init` returned them; of a model of `jax.ShapeDtypeStruct`s these are shapes and places.
-        state: the same.
+        step: a step that `sharding.make_step` made, or any `jax.jit` function that accepts these arguments.
+        params: the parameters that `init` returned. If the model consists of `jax.ShapeDtypeStruct`s, `init` returns
+            shapes with their shardings, which work here too.
+        state: the state that `init` returned.
         *batch: further arguments of the step: arrays or `jax.ShapeDtypeStruct`s.
-        topology: the devices to compile for. A name as of TPUs, `"v5e:2x4"`, needs their compiler (`pip install
-            libtpu`) and no TPU. Those of another plugin give as `jax.experimental.topologies.get_topology_desc` returns
-            them. `None`: the devices of the mesh.
+        topology: the devices to compile for. The name of a TPU topology, such as `"v5e:2x4"`, needs the TPU compiler
+            (`pip install libtpu`) but no TPU. For another plugin, pass the result of
+            `jax.experimental.topologies.get_topology_desc`. `None` means the devices of the mesh.
 
     Returns:
-        An `Ahead`, which prints as a table. Bytes at rest, results and temporaries, collectives and products are those
-        of the compiled program; gradients and activations are derived from them. Without `topology` it is a program for
-        the devices that are there; on others XLA schedules and joins otherwise, so that temporaries differ first.
+        An `Ahead`, which prints as a table. Argument bytes, results, temporaries, collectives and products come from
+        the compiled program; gradients and activations are derived from them. Without `topology` the program is
+        compiled for the devices that you have. For other devices XLA schedules and fuses differently, which changes the
+        temporaries most.
 
     Raises:
-        TypeError: `step` is no function of `jax.jit`.
-        ValueError: the device's compiler does not tell how much memory its programs take; the compiler of the topology
-            is not installed; it has another number of devices than the mesh; there is an `AbstractMesh` and no
-            topology.
+        TypeError: `step` is not a `jax.jit` function.
+        ValueError: the compiler of the device does not report how much memory its programs need; the compiler for the
+            topology is not installed; the topology has another number of devices than the mesh; the mesh is an
+            `AbstractMesh` and you gave no topology.
     """
     if getattr(step, "lower", None) is None:
-        raise TypeError(f"expected a step of sharding.make_step, or what jax.jit returns, got a {type(step).__name__}")
+        raise TypeError(f"expected a step of sharding.make_step or a jax.jit function, got a {type(step).__name__}")
     arguments = (params, state, *batch)
     mesh = _mesh_of(arguments)
     if topology is not None:
         if mesh is None:
             raise ValueError(
-                "no argument says by a NamedSharding how it lies, so there is no mesh to lay over a topology"
+                "no argument has a NamedSharding, so there is no mesh to map to the topology; pass params and state as "
+                "init returned them"
             )
         mesh = devices_of(topology, mesh)
         arguments = shapes_over(arguments, mesh)
         step = step.over(mesh) if isinstance(step, Step) else step
     elif isinstance(mesh, AbstractMesh):
-        raise ValueError('the plan is over an AbstractMesh, which has no devices; say which: topology="v5e:2x4"')
+        raise ValueError('the plan is over an AbstractMesh, which has no devices; name some: topology="v5e:2x4"')
     compiled: jax.stages.Compiled = step.lower(*arguments).compile()  # type: ignore[attr-defined]
     return _found(compiled, arguments, mesh, program_of(step).gradient_bytes if isinstance(step, Step) else 0)
 
 
 def _found(compiled: jax.stages.Compiled, arguments: tuple[Any, ...], mesh: Mesh | None, gradients: int) -> Ahead:
-    """All that is to be told of a compiled step."""
+    """Collects everything that `Ahead` reports about a compiled step."""
     memory = compiled.memory_analysis()
     if memory is None:
-        raise ValueError("the compiler of this device does not tell how much memory a program takes; take that of CPU")
+        raise ValueError("the compiler of this device does not report the memory that a program needs; use a CPU mesh")
     params, state, *batch = _at_rest(compiled, arguments)
     rest = (
         [each for each in state if each.name.startswith("state.rest.")] if isinstance(arguments[1], StepState) else []
@@ -258,7 +270,7 @@ for _public in (Ahead, Lying, Seconds):
 
 
 def _mesh_of(arguments: PyTree) -> Mesh | AbstractMesh | None:
-    """The mesh that arguments lie over."""
+    """Returns the mesh that the arguments are sharded over, or `None`."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jtu.tree_leaves(arguments)]
     return next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
 
@@ -269,7 +281,7 @@ def _devices_of(compiled: jax.stages.Compiled, mesh: Mesh | None) -> int:
 
 
 def _at_rest(compiled: jax.stages.Compiled, arguments: tuple[Any, ...]) -> Iterator[list[Lying]]:
-    """The arrays of each argument of a compiled program."""
+    """Yields the arrays of each argument of a compiled program."""
     # An argument that the program does not read has no sharding in it, but lies on the device all the same.
     shardings = jax.tree.map(
         lambda leaf, sharding: getattr(leaf, "sharding", None) if sharding is None else sharding,
@@ -285,7 +297,7 @@ def _at_rest(compiled: jax.stages.Compiled, arguments: tuple[Any, ...]) -> Itera
 
 
 def _lying(name: str, path: Any, leaf: Any, sharding: jax.sharding.Sharding | None) -> Lying:
-    """How one array of an argument lies."""
+    """Describes how one array of an argument is sharded."""
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     is_split = isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
     lies = spec_as_text(sharding.spec) if isinstance(sharding, NamedSharding) and is_split else "whole"

@@ -1,4 +1,4 @@
-"""The batch of a step: its arrays, checked, and laid over the devices."""
+"""The batch of a step: checks its arrays and places them on the devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from ._specs import Axes
 
 
 def taken(batch: PyTree, placement: Placement, pieces: int) -> tuple[list[Any], Any, list[NamedSharding]]:
-    """The arrays of a batch, checked, its treedef, and how each is to lie: examples along the batch, scalars whole."""
+    """Checks a batch, and returns its arrays, its treedef and their shardings: examples split, scalars whole."""
     arrays, treedef = jtu.tree_flatten_with_path(batch)
     check_batch(arrays, placement.axes, pieces)
     leaves = [array for _, array in arrays]
@@ -27,9 +27,10 @@ def taken(batch: PyTree, placement: Placement, pieces: int) -> tuple[list[Any], 
 
 
 def put_batch(batch: PyTree, placement: Placement, pieces: int) -> PyTree:
-    """A batch over the devices, wherever its arrays were. Numbers of Python, shapes and traced arrays are as they are.
+    """Places a batch on the devices. Python numbers, shapes and traced arrays are returned unchanged.
 
-    `jax.jit` would compile a program for NumPy arrays, one for arrays of one device and one for those that lie so.
+    `jax.jit` would compile one program for NumPy arrays, one for arrays on one device and one for arrays sharded like
+    this.
     """
     leaves, treedef, shardings = taken(batch, placement, pieces)
     return treedef.unflatten(list(map(_put, leaves, shardings)))
@@ -43,7 +44,7 @@ def _put(leaf: Any, to: NamedSharding) -> Any:
 
 
 def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:
-    """Checks that all arrays have the same number of examples, and that the devices can share them."""
+    """Checks that all arrays have the same number of examples, and that the devices can share them equally."""
     counts = [(path, jnp.shape(array)[0]) for path, array in arrays if jnp.ndim(array)]
     if not counts and pieces == 1:
         return
@@ -52,9 +53,9 @@ def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> N
     for path, its in others:
         if its != count:
             raise ValueError(
-                f"{_named(first)} has {count} examples and {_named(path)} {its}; each array of a batch has the "
-                "examples as its leading axis, and is cut along it. What is none of examples goes into the loss "
-                "itself, as by functools.partial; keys as one for each, jax.random.split(key, count)"
+                f"{_named(first)} has {count} examples and {_named(path)} {its}; the leading axis of each array of a "
+                "batch must run over the examples. Pass other arrays to the loss itself, for example by "
+                "functools.partial, and one key for each example, jax.random.split(key, count)"
             )
     if not count:
         raise ValueError(f"{_named(first)} has no examples")
@@ -72,12 +73,12 @@ def _named(path: tuple[Any, ...]) -> str:
 
 
 def check_keys(treedef: Any, arrays: Sequence[Any]) -> None:
-    """Refuses a key that all devices would draw the same numbers by."""
+    """Rejects a PRNG key with which all devices would draw the same numbers."""
     paths = jtu.tree_flatten_with_path(jtu.tree_unflatten(treedef, range(len(arrays))))[0]
     for (path, _), array in zip(paths, arrays, strict=True):
         if not array.ndim and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             raise ValueError(
-                f"{_named(path)} is one key, by which each device would draw the same numbers for its "
-                "examples; give each example a key, jax.random.split(key, n), or leave out loss_is= and outputs=, and "
-                "return one number: such a loss sees the whole batch"
+                f"{_named(path)} is one key, with which each device would draw the same numbers for its "
+                "examples; give each example a key, jax.random.split(key, n), or leave out loss_is= and outputs= and "
+                "return one number, so that the loss sees the whole batch"
             )

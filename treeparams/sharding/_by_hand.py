@@ -1,4 +1,4 @@
-"""Inside of `jax.shard_map`: one array gathered from devices that share it, and its gradient summed and divided."""
+"""Collectives inside `jax.shard_map`: gathers an array from the devices, and sums and divides its gradient."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 Dims = Sequence[tuple[int, tuple[str, ...]]]
-"""The axes of an array that are split, with those of the mesh; of `Axes.by_hand`."""
+"""The split axes of an array, each with its axes of the mesh; made by `Axes.by_hand`."""
 
 
 def gather(array: jax.Array, split: Dims, shift: int = 0) -> jax.Array:
-    """The whole of an array of which each device has a share; `shift`: by how much its axes are later than `split`."""
+    """Gathers the whole array from the devices' shares. `shift` is added to the axes in `split`."""
     for dim, names in split:
         if array.ndim == 1:
             array = _gather_vector(array, names)
@@ -20,7 +20,7 @@ def gather(array: jax.Array, split: Dims, shift: int = 0) -> jax.Array:
 
 
 def scatter(gradient: jax.Array, split: Dims, shift: int = 0) -> jax.Array:
-    """The device's own share of the sum of gradients over the devices: `gather` transposed."""
+    """Returns the device's share of the sum of gradients over the devices; the transpose of `gather`."""
     # In the opposite order: an axis of the array may be split over several axes of the mesh, one after another.
     for dim, names in reversed(split):
         if gradient.ndim == 1:
@@ -31,7 +31,7 @@ def scatter(gradient: jax.Array, split: Dims, shift: int = 0) -> jax.Array:
 
 
 def summed(gradient: jax.Array, split: Dims, batch: Sequence[str]) -> jax.Array:
-    """The sum of gradients over the devices along the batch, but for the axes along which they have been summed."""
+    """Sums gradients over the devices along the batch, except along axes where they are already summed."""
     left = tuple(name for name in batch if all(name not in names for _, names in split))
     return jax.lax.psum(gradient, left) if left else gradient
 
@@ -46,13 +46,13 @@ _LINE = 128
 
 
 def _filling(share: int) -> int:
-    """By how many numbers a share is filled to whole lines; by none where a hundredth more would be moved."""
+    """Returns how many numbers fill a share up to whole lines; 0 if that would add 1% or more."""
     filling = -share % _LINE
     return filling if 100 * filling < share else 0
 
 
 def _rows(shares: jax.Array, length: int) -> jax.Array:
-    """A share, or all shares one after another, each of this length, in rows; as they are if these are not whole."""
+    """Reshapes one share, or all shares one after another, into rows of a line; unchanged if they do not divide."""
     filling = _filling(length)
     if filling:
         shares = jnp.pad(shares.reshape(-1, length), ((0, 0), (0, filling)))
@@ -60,7 +60,7 @@ def _rows(shares: jax.Array, length: int) -> jax.Array:
 
 
 def _shares(rows: jax.Array, length: int) -> jax.Array:
-    """The inverse of `_rows`."""
+    """Inverts `_rows`."""
     filling = _filling(length)
     return rows.reshape(-1, length + filling)[:, :length].reshape(-1) if filling else rows.reshape(-1)
 

@@ -1,4 +1,4 @@
-"""One call of a step's gradient, while it is traced: what the loss is given, and how parameters get there and back."""
+"""One call of a step's gradient while it is traced: the arguments of the loss, and how gradients come back."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Split = Literal["state", "gradients", "parameters"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Setup:
-    """A loss over a batch that devices share, and how its gradient is computed."""
+    """A loss over a batch that devices share, and the options for its gradient."""
 
     placement: Placement
     loss: Loss
@@ -40,12 +40,12 @@ class Setup:
 
     @property
     def specs(self) -> list[PartitionSpec]:
-        """The spec of each block along the batch; other axes of the mesh are left to XLA."""
+        """The spec of each block along the batch axes. Other axes of the mesh are left to XLA."""
         return list(map(self.placement.axes.along_batch, self.placement.specs))
 
     @property
     def gradient_itemsizes(self) -> list[int]:
-        """Bytes of each number in the gradient of each block, in the widest dtype that the whole of it has."""
+        """The bytes of each number in the gradient of each block, in the widest dtype that the whole gradient has."""
         # A share is differentiated in the dtype in which it is summed. A whole gradient comes in the dtype of the loss,
         # and is added up over pieces in a wide one.
         if self.split == "parameters":
@@ -60,7 +60,7 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call: a batch, and the rest of a model."""
+    """One call of the gradient: a batch, and the rest of a model."""
 
     of: Setup
     treedef: Any  # of the batch
@@ -74,29 +74,29 @@ class Call:
 
     @property
     def examples(self) -> int:
-        """How many there are in the batch."""
+        """The number of examples in the batch."""
         return examples_of(self.arrays)
 
     @property
     def batch_specs(self) -> list[PartitionSpec]:
-        """The spec of each array of the batch: examples along it, what is for all of them whole."""
+        """The spec of each array of the batch: examples are split, arrays for all examples are whole."""
         rows = PartitionSpec(self.of.placement.axes.batch)
         return [rows if array.ndim else PartitionSpec() for array in self.arrays]
 
     def cast_rest(self) -> Any:
-        """The rest of the model within the loss, of arrays that are whole."""
+        """Returns the rest of the model in the dtypes of the loss, from whole arrays."""
         leaves, treedef = jtu.tree_flatten(self.rest)
         return treedef.unflatten([_cast(leaf, dtype) for leaf, dtype in zip(leaves, self.dtypes, strict=True)])
 
     def unsplit(self, rest: Any) -> Any:
-        """The rest of the model beside parameters that nobody has a share of; what opens them, if they are split."""
+        """Returns the rest that goes with unsplit parameters; with split ones, the restructure that opens them."""
         if self.of.split != "parameters":
             return rest
         gathering = Gathering(self.of.placement.axes, is_automatic=False)
         return ShareRestructure.over(rest, [()] * len(self.of.specs), [AS_IT_IS] * len(self.specs), gathering)
 
     def result(self, leaves: Sequence[Any], rest: Any, model_state: Any, arrays: Sequence[Any]) -> Result:
-        """What the loss returns, of arrays of parameters that are whole."""
+        """Calls the loss with whole arrays of parameters, and returns its checked result."""
         loss, batch = self.of.loss, jtu.tree_unflatten(self.treedef, arrays)
         given = self.model(leaves, rest)
         if loss.outputs is not None:
@@ -106,14 +106,14 @@ class Call:
         return loss.result(loss.function(*given, *([model_state] if loss.has_state else []), *batch))
 
     def looked_at(self, leaves: list[Any], parts: int) -> Looked:
-        """The loss as a program of one of so many parts of the batch."""
+        """Traces the loss for one of `parts` equal parts of the batch."""
         pairs = zip(leaves, self.of.compute.form.blocks, strict=True)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, block.dtype) for leaf, block in pairs]
         f = lambda leaves, arrays: self.result(leaves, self.unsplit(self.cast_rest()), self.model_state, arrays)
         return look(f, shapes, [_part_of(array, parts) for array in self.arrays])
 
     def model(self, leaves: Sequence[Any], rest: Any) -> tuple[Any, ...]:
-        """The first arguments of the loss: the model, or the parameters in their form and the way back."""
+        """Returns the first arguments of the loss: the model, or the parameters in their form and the rest."""
         if self.of.loss.takes_form:
             params = self.of.placement.tree(leaves)
             return DeviceShare(params) if isinstance(rest, ShareRestructure) else params, rest
@@ -121,7 +121,11 @@ class Call:
         return (put_together(rest, self.of.compute.form.cut_leaves(leaves)),)
 
     def entered(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Arrays of parameters as they enter the loss: whole, in its dtypes; or, split, in those that sum gradients."""
+        """Returns arrays of parameters as they enter the loss.
+
+        Unsplit ones are gathered, in the dtypes of the loss. Split ones stay split, in the dtypes in which gradients
+        are summed.
+        """
         compute = self.of.compute
         if self.of.split == "parameters":
             return [leaf.astype(compute.summed_in(leaf.dtype)) for leaf in leaves]
@@ -129,9 +133,9 @@ class Call:
         return [gather(leaf.astype(block.dtype), split) for leaf, split, block in triples]
 
     def objective(self, rest: Any, aux: Aux, is_automatic: bool) -> Callable[..., tuple[jax.Array, Result]]:
-        """What is differentiated in arrays of parameters that have entered; its sum over devices and pieces is wanted.
+        """Returns the function to differentiate in entered parameters; its results are summed over devices and pieces.
 
-        It is given the device's examples, or all examples of a piece.
+        The function is called with the device's examples, or with all examples of a piece.
         """
         axes, pieces = self.of.placement.axes, self.of.pieces
         # Of a mean it is divided before it is summed over the devices, so that sums of narrow floats do not overflow.
@@ -145,7 +149,7 @@ class Call:
         return value
 
     def shared(self, leaves: Sequence[Any], rest: Any, is_automatic: bool) -> tuple[Any, Any]:
-        """Arrays that have entered and the rest, or what opens those that each device has a share of."""
+        """Returns entered arrays and the rest; for split parameters, shares and the restructure that opens them."""
         if self.of.split != "parameters":
             return leaves, rest
         gathering = Gathering(self.of.placement.axes, is_automatic)
@@ -156,21 +160,21 @@ class Call:
         return [leaf for leaf, _ in shares], restructure
 
     def by_device(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-        """As `entered`, with a first axis over the devices, so that each has a gradient of its own; and the rest."""
+        """Like `entered`, but with a first axis over the devices, so that each has its own gradient; and the rest."""
         return self._brought(leaves, self._widened, PartitionSpec(self.of.placement.axes.batch))
 
     def _widened(self, leaf: jax.Array) -> jax.Array:
         return leaf.astype(self.of.compute.summed_in(leaf.dtype))[None]
 
     def whole(self, leaves: list[Any]) -> tuple[list[Any], Any]:
-        """Arrays of parameters and the rest brought together, each by a collective by hand."""
+        """Gathers arrays of parameters and the rest, each with one explicit collective."""
         leaves, rest = self._brought(leaves, lambda leaf: leaf, PartitionSpec())
         return leaves, jtu.tree_structure(self.rest).unflatten(rest)
 
     def _brought(
         self, leaves: list[Any], finish: Callable[[jax.Array], jax.Array], spec: PartitionSpec
     ) -> tuple[list[Any], list[Any]]:
-        """Arrays of parameters, as they come of `finish` on each device and lie by a spec, and those of the rest."""
+        """Gathers parameters and the rest, and applies `finish` to parameters on each device; these lie by `spec`."""
         if self.of.split == "parameters":
             return self.entered(leaves), jtu.tree_leaves(self.rest)
 
@@ -183,16 +187,16 @@ class Call:
 
     @property
     def rest_specs(self) -> list[PartitionSpec]:
-        """The spec of each array of the rest along the batch."""
+        """The spec of each array of the rest along the batch axes."""
         return list(map(self.of.placement.axes.along_batch, self.specs))
 
     @property
     def ways(self) -> list[Whole]:
-        """How each array of the rest is brought together."""
+        """How each array of the rest is gathered."""
         return list(map(Whole, map(self.of.placement.axes.by_hand, self.specs), self.dtypes))
 
     def rest_of(self, leaves: Sequence[jax.Array]) -> Any:
-        """The rest of the model on a device, of its shares of arrays: whole, unless parameters stay split."""
+        """Returns the rest of the model on a device from its shares of arrays: whole, unless parameters stay split."""
         if self.of.split != "parameters":
             gathering = Gathering(self.of.placement.axes, is_automatic=False)
             leaves = [way.of(leaf, gathering) for way, leaf in zip(self.ways, leaves, strict=True)]
@@ -202,11 +206,11 @@ class Call:
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
-        """How gradients by hand lie. What is whole on each device afterwards is divided on the way out."""
+        """How gradients lie that are computed by hand. One that each device holds whole is divided on the way out."""
         return [PartitionSpec()] * len(self.of.specs) if self.of.split == "state" else self.of.specs
 
     def reduced(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """Each device's part of the sum of gradients over the devices."""
+        """Returns each device's part of the sum of gradients over the devices."""
         # Three ways to the same sum. Of split parameters, gradients have been summed where these were gathered, by the
         # transpose of that. Split gradients are summed and divided in one collective here. With a split state alone,
         # each device keeps the whole sum, and XLA takes from it on the way out.
@@ -219,11 +223,11 @@ class Call:
         return [summed(each, split, batch) for each, split in zip(wide, of.splits, strict=True)]
 
     def reduced_by_device(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """The same of gradients that have a first axis over the devices."""
+        """Like `reduced`, for gradients with a first axis over the devices."""
         return self.reduced([each[0] for each in gradients])
 
     def laid(self, gradients: list[jax.Array]) -> list[jax.Array]:
-        """Gradients under automatic partitioning, laid as parameters are."""
+        """Constrains gradients under automatic partitioning to the shardings of the parameters."""
         # The gradient of a vector is joined where each device has all of it. If XLA were to divide it at once, it would
         # divide the gradient of each leaf first, and bring all of these together again.
         placement = self.of.placement
@@ -235,7 +239,7 @@ class Call:
         return [constrained_to(each, spec, placement.axes) for each, spec in zip(whole, placement.specs, strict=True)]
 
     def as_parameters(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """Gradients in the dtypes of the parameters."""
+        """Casts gradients to the dtypes of the parameters."""
         blocks = self.of.placement.form.blocks
         return [
             each.astype(jax.dtypes.canonicalize_dtype(block.dtype))
@@ -248,6 +252,6 @@ def _cast(array: Any, dtype: Any) -> Any:
 
 
 def _part_of(array: jax.Array, parts: int) -> jax.ShapeDtypeStruct:
-    """One of so many parts of an array of a batch, as a shape."""
+    """Returns the shape of one of `parts` equal parts of an array of a batch."""
     shape = (array.shape[0] // parts, *array.shape[1:]) if array.ndim else ()
     return jax.ShapeDtypeStruct(shape, array.dtype, weak_type=array.weak_type)

@@ -1,4 +1,8 @@
-"""Whether a state and a rule fit a plan: one layout, the same over its form as leaf by leaf, no parameters moved."""
+"""Checks that a state and an optimiser fit a plan.
+
+The state must have the plan's layout. The optimiser must give the same result over the plan's form as leaf by leaf, and
+must not move parameters between devices.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,24 +24,24 @@ _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
 
 
 def check_layout(placement: Placement, said: Mapping[str, Any]) -> None:
-    """Checks that a state is of parameters of this layout; `said`: its `StepState.layout`."""
+    """Checks that a state belongs to this layout; `said` is its `StepState.layout`."""
     digest = placement.layout.digest
     if said.keys() != {digest}:
         raise ValueError(
-            f"the state is of another layout: the digest in it is {quoted([*said]) or 'none'}, that of the plan "
-            f"{digest!r}. They differ in paths, shapes, dtypes, trained parameters or ties, so numbers would "
-            "come to other parameters. Make the plan of the model that the state is of, or start with init(model)"
+            f"the state belongs to another layout: its digest is {quoted([*said]) or 'missing'}, the plan's is "
+            f"{digest!r}. The layouts differ in paths, shapes, dtypes, trained parameters or ties, so values would go "
+            "to the wrong parameters. Make the plan from the model of the state, or start with init(model)"
         )
 
 
 def check_over_form(placement: Placement, rule: Any) -> None:
-    """Checks that a rule is the same over joined leaves as leaf by leaf."""
-    instead = WITHIN if any(placement.stacked) else 'take form="stacks" with optim.per_leaf, or form="tree"'
+    """Checks that a rule gives the same result over joined leaves as leaf by leaf."""
+    instead = WITHIN if any(placement.stacked) else 'use form="stacks" with optim.per_leaf, or form="tree"'
     check_form(rule, placement.form, ("sharding.make_step", instead), {})
 
 
 def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree]) -> None:
-    """Checks that an update moves no parameters; `kept`: its state and average, as shapes with their shardings."""
+    """Checks that an update moves no parameters; `kept` is its state and average, as shapes with shardings."""
     if not placement.layout.slots:
         return
     # First by shapes alone, without shardings: so an error of the rule itself is told from one of how arrays lie.
@@ -48,8 +52,8 @@ def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree
         jax.eval_shape(update.step, *bare)
     except Exception as error:
         raise ValueError(
-            f"the update of the rule fails ({in_short(error)}). sharding.make_step gives it gradients, parameters and, "
-            "of extra arguments, value= alone; a rule that calls the loss itself (a line search) goes with optim.flat"
+            f"the update of the rule fails ({in_short(error)}). sharding.make_step passes it gradients, parameters and "
+            "only one extra argument, value=; for a rule that calls the loss itself (a line search), use optim.flat"
         ) from error
     if placement.axes.devices == 1 or isinstance(placement.axes.mesh, jax.sharding.AbstractMesh):
         return
@@ -66,19 +70,19 @@ def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree
 
 
 def lowered(placement: Placement, update: Update, kept: tuple[PyTree, PyTree]) -> jax.stages.Lowered:
-    """The program of an update over the mesh."""
+    """Lowers the program of an update over the mesh."""
     params, value = placement.shapes(), _value(placement)
     run = jax.jit(automatic(update.step, (placement.params, *sharding_of(kept)), placement.axes.mesh))
     return run.lower(params, params, *kept, value)
 
 
 def _value(placement: Placement) -> jax.ShapeDtypeStruct:
-    """That of a loss."""
+    """Returns the shape of the loss."""
     return jax.ShapeDtypeStruct((), np.float32, sharding=placement.whole)
 
 
 def _why_moved(placement: Placement) -> str:
-    """Why a rule moves parameters, and a remedy."""
+    """Says why a rule moves parameters, and how to avoid it."""
     matrices = [
         f"{slot.path} ({describe(slot)}, {each.words})"
         for slot, each in placement.rows
@@ -86,19 +90,20 @@ def _why_moved(placement: Placement) -> str:
     ]
     if matrices:
         reason = (
-            f"the rule looks at whole leaves, and has parts of {quoted(matrices)}. If it treats each leaf for itself "
-            "(Muon, Adafactor), let devices own whole rows, sharding.plan(model, mesh, "
-            '{"**": "owned"}, form="stacks") with optim.per_leaf(tx), or write "whole" for these. What treats all '
-            'elements alike (optax.adam) takes any plan, and norms and sums over all leaves form="vector"'
+            f"the rule needs whole leaves, but devices have parts of {quoted(matrices)}. If it treats each leaf "
+            "separately (Muon, Adafactor), let devices own whole rows, sharding.plan(model, mesh, "
+            '{"**": "owned"}, form="stacks") with optim.per_leaf(tx), or write "whole" for these leaves. A rule that '
+            "treats all elements alike (optax.adam) works with any plan, and one with norms and sums over all leaves "
+            'with form="vector"'
         )
     else:
         reason = (
-            f"rows run one after another that lie on different devices. In optim.per_leaf leave at_once out, or let as "
-            f"many run together as own them, at_once={placement.axes.devices}"
+            "the rule runs on one row after another, but the rows lie on different devices. In optim.per_leaf leave "
+            f"out at_once, or run as many rows together as devices own them, at_once={placement.axes.devices}"
         )
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # as in JAX 0.6, if nothing else is said
         reason += (
-            ". XLA's older partitioner, which is in use, also moves what it need not where leaves of one shape lie in "
-            'different ways: jax.config.update("jax_use_shardy_partitioner", True)'
+            ". You are using XLA's older partitioner, which moves data needlessly if leaves of one shape are sharded "
+            'differently; write jax.config.update("jax_use_shardy_partitioner", True)'
         )
     return reason

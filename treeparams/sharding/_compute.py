@@ -23,7 +23,7 @@ ComputeDtype = DTypeLike | Mapping[Any, DTypeLike] | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compute:
-    """The dtypes of a step: of each leaf of a model within the loss, and of sums of gradients over devices."""
+    """The dtype of each leaf of a model within the loss, and of sums of gradients over devices."""
 
     form: Form  # of the parameters, as they are within the loss
     of_path: dict[str, Any]  # of arrays of the model; others keep their own
@@ -31,7 +31,7 @@ class Compute:
 
     @classmethod
     def of(cls, layout: Layout, form: Form, compute_dtype: ComputeDtype, reduce_dtype: DTypeLike | None) -> "Compute":
-        """Of the user's words."""
+        """Makes the dtypes from the options of `make_step`."""
         of_path = _of_paths(layout, compute_dtype)
         if reduce_dtype is not None:
             reduce_dtype = _floating("reduce_dtype", reduce_dtype)
@@ -41,28 +41,28 @@ class Compute:
             if block.length is not None and not block.rank and len(own) > 1:
                 words = quoted([str(each or "its own") for each in sorted(own, key=str)])
                 raise ValueError(
-                    f"a vector is moved in one dtype, and compute_dtype says {words} of its parameters; take "
+                    f"a vector is moved in one dtype, but compute_dtype gives its parameters {words}; use "
                     'form="stacks" or form="tree", or one dtype for all'
                 )
         return cls(found, of_path, reduce_dtype)
 
     @property
     def in_words(self) -> str:
-        """The same in a line."""
+        """The dtypes in one line."""
         dtypes = sorted({str(each) for each in self.of_path.values()})
         return (
             f"computed in {', '.join(dtypes) or 'their dtypes'}, reduced in {self.reduce_dtype or 'single precision'}"
         )
 
     def summed_in(self, dtype: DTypeLike) -> Any:
-        """The dtype in which gradients of a dtype are summed over devices."""
+        """Returns the dtype in which gradients of the given dtype are summed over devices."""
         wide = widened(dtype)
         if self.reduce_dtype is None:
             return wide
         return jnp.result_type(self.reduce_dtype, jnp.complex64) if is_complex(wide) else self.reduce_dtype
 
     def rest(self, rest: Rest[Any] | Restructure[Any]) -> tuple[Any, list[Any]]:
-        """The rest of a model with arrays in other dtypes to come, and the dtype of each array in it; none as it is."""
+        """Returns the rest of a model for arrays in the loss's dtypes, and each array's dtype (`None`: unchanged)."""
         if not isinstance(rest, Restructure):
             return rest, [self.of_path.get(path) for path in kept_arrays(rest)]
         single, _, _, held = halves_of(rest)
@@ -73,7 +73,7 @@ class Compute:
 
 
 def _of_paths(layout: Layout, compute_dtype: ComputeDtype) -> dict[str, Any]:
-    """The dtype of each real parameter of a model, trained or frozen, by its path."""
+    """Returns the dtype of each real parameter of a model that gets one, trained or frozen, by path."""
     if compute_dtype is None:
         return {}
     rules = compute_dtype if isinstance(compute_dtype, Mapping) else {"**": compute_dtype}
@@ -98,14 +98,14 @@ def _floating(name: str, dtype: Any) -> Any:
 
 
 def _form_in(form: Form, dtypes: Sequence[Any]) -> Form:
-    """A form of which each slot has a dtype, none as it is."""
+    """Returns a form with a new dtype for each slot; `None` keeps the dtype."""
     pairs = zip(form.blocks, form.members, strict=True)
     blocks = tuple([_in_dtypes(block, [dtypes[slot] for slot in members]) for block, members in pairs])
     return dataclasses.replace(form, blocks=blocks)
 
 
 def _in_dtypes(block: Block, dtypes: Sequence[Any]) -> Block:
-    """A block of which each array has a dtype, none as it is; the whole has the widest of them."""
+    """Returns a block with a new dtype for each array (`None` keeps it). The block gets the widest of them."""
     own = block.dtypes or (block.dtype,) * len(dtypes)
     chosen = tuple([each if dtype is None else dtype for dtype, each in zip(dtypes, own, strict=True)])
     if chosen == own:

@@ -1,6 +1,8 @@
-"""Where the frozen parameters of a layout lie: each by its rule, in any form by itself, beside stacks as a row of one.
+"""Where the frozen parameters of a layout lie: each by its own rule.
 
-Integers, keys and buffers - running statistics - are no parameters of anybody. They are whole on each device.
+Beside a tree or a vector they are separate arrays; beside stacks they are rows of stacks.
+
+Integers, keys and buffers, such as running statistics, do not count as parameters. They are whole on each device.
 """
 
 from collections import Counter
@@ -34,13 +36,14 @@ _WHOLE = "whole"
 
 
 class Frozen:
-    """How each frozen parameter lies. Static.
+    """How each frozen parameter is sharded. Static.
 
-    It is known by path, since models of one layout differ in which of their frozen arrays are one object.
+    Shardings are kept by path, since models of one layout may differ in which of their frozen arrays are the same
+    object.
     """
 
     def __init__(self, index: Index, matched: Mapping[int, Matched], axes: Axes, name: str) -> None:
-        """By the rules of the leaves that have one. `name`: of the form, as users call it."""
+        """Applies the rules to the leaves that have one. `name` is the form, as users call it."""
         self._axes = axes
         leaves = _frozen_leaves(index)
         by_alias = {alias.leaf: alias for alias in index.ties}
@@ -73,21 +76,21 @@ class Frozen:
 
     @property
     def are_owned(self) -> bool:
-        """Whether any are rows that devices own, so that they rest in stacks whatever the loss takes."""
+        """Whether any are rows that devices own. Then they are kept in stacks, whatever the loss takes."""
         return any(each.is_owned for each in self.lying.values())
 
     # -- Of a model: of each array that is no slot, in the order of `kept_arrays`
 
     def groups_of(self, rest: Rest[Any]) -> list[str]:
-        """The groups of those that may lie in one stack."""
+        """Returns the group of each array; only arrays of one group may lie in one stack."""
         return [self.groups.get(path, _WHOLE) for path in kept_arrays(rest)]
 
     def specs_of(self, rest: Rest[Any]) -> list[PartitionSpec]:
-        """How each lies by itself. One that is a row of an owned stack is whole then."""
+        """Returns the spec of each array outside stacks. There, a row of an owned stack is whole."""
         return [self.lying[path].spec if path in self.lying else PartitionSpec() for path in kept_arrays(rest)]
 
     def on_the_way(self, rest: Rest[Any]) -> tuple[Rest[Any], list[PartitionSpec]]:
-        """The arrays as they can be stacked, and how each lies before it is: what is owned is divided if it can be."""
+        """Returns the arrays ready to be stacked, and their specs before that: owned ones are divided if possible."""
         kept, specs = kept_arrays(rest), self.specs_of(rest)
         for i, (path, array) in enumerate(kept.items()):
             if path in self.lying and self.lying[path].is_owned:
@@ -97,7 +100,7 @@ class Frozen:
         return with_kept_arrays(rest, [*kept.values()]), specs
 
     def specs(self, rest: Rest[Any] | Restructure[Any]) -> Any:
-        """A tree like that which the state of a step holds, with the spec of each of its arrays."""
+        """Returns the specs of the arrays that the state of a step holds, as a tree like it."""
         if isinstance(rest, Rest):
             return with_kept_arrays(rest, self.specs_of(rest))
         singles, stacks, form, held = halves_of(rest)
@@ -107,18 +110,18 @@ class Frozen:
         return Restructure(with_kept_arrays(singles, left), form, held, type(stacks)(of_stacks))
 
     def _spec_of_stack(self, path: str) -> PartitionSpec:
-        """How the stack lies in which the array at a path is a row."""
+        """Returns the spec of the stack in which the array at a path is a row."""
         lying = self.lying.get(path)
         return PartitionSpec() if lying is None else stack_spec(lying.spec, lying.is_owned, self._axes)
 
 
 def frozen_sources(index: Index) -> frozenset[int]:
-    """The leaves of frozen parameters that a rule may be for, ties once."""
+    """Returns the leaves of frozen parameters that a rule may select, each tie once."""
     return frozenset(_frozen_leaves(index)).difference(index.sources)
 
 
 def _frozen_leaves(index: Index) -> list[int]:
-    """The leaves of frozen parameters, but for buffers."""
+    """Returns the leaves of frozen parameters, without buffers."""
     structure = index.structure
     buffers = _buffers(structure)
     return [leaf for leaf in structure.parameters if not index.trained[leaf] and leaf not in buffers]
@@ -130,7 +133,7 @@ def _buffers(structure: Structure) -> Collection[int]:
 
 
 def _strong(array: Any) -> Any:
-    """An array without weak type."""
+    """Returns an array without weak type."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, array.dtype)
     return jax.lax.convert_element_type(array, jnp.dtype(array.dtype)) if getattr(array, "weak_type", False) else array

@@ -1,7 +1,7 @@
-"""Arrays that devices share, brought together.
+"""Gathers arrays that devices share.
 
-A gather is explicit, so that it is one collective where XLA would make many, and its transpose is explicit too: the
-gradient is summed over the devices and divided among them at once.
+A gather is explicit, so that it is one collective where XLA would make many. Its transpose is explicit too: one
+collective sums the gradient over the devices and divides it among them.
 """
 
 import functools
@@ -17,17 +17,17 @@ from ._specs import Axes
 
 
 class Gathering(NamedTuple):
-    """How shares are brought together where a loss asks for them.
+    """How shares are gathered when a loss asks for them.
 
-    By hand, each device for itself within `jax.shard_map`; or from arrays that lie over the mesh, of which XLA knows
-    where they lie.
+    Either by hand, each device for itself within `jax.shard_map`; or from arrays over the mesh, whose shardings XLA
+    knows.
     """
 
     axes: Axes
     is_automatic: bool
 
     def gather(self, share: jax.Array, split: Dims, shift: int, dtype: DTypeLike) -> jax.Array:
-        """The whole of an array, in a dtype; its gradient is summed over the devices in the dtype of the share."""
+        """Gathers an array in a dtype; its gradient is summed over the devices in the dtype of the share."""
         if self.is_automatic:
             return _laid_whole(share, self.axes, split, shift, _Cast(dtype, share.dtype))
         if share.dtype == dtype:
@@ -35,11 +35,11 @@ class Gathering(NamedTuple):
         return _gathered_in(share, split, shift, _Cast(dtype, share.dtype))
 
     def divided(self, stack: jax.Array, spec: PartitionSpec) -> tuple[jax.Array, Dims]:
-        """A stack of which each device has a share of each row, and which axes are split.
+        """Divides each row of a stack among the devices; returns the stack and its split axes.
 
-        Where each device has whole rows they are divided, all at once, by one exchange between all devices. So a layer
-        can be gathered from all devices, as if rows had been split at rest; broadcast by its owner it would have to be
-        summed with zeros. Rows that cannot be divided are gathered.
+        If devices own whole rows, one exchange between all devices divides all rows at once. Then a layer can be
+        gathered from all devices, as if rows were always split; a broadcast by its owner would have to be a sum with
+        zeros. Rows that cannot be divided are gathered.
         """
         split = self.axes.by_hand(spec)
         if not split or split[0][0] != 0:
@@ -58,20 +58,20 @@ class Gathering(NamedTuple):
 
 
 class _Cast(NamedTuple):
-    """An array is gathered in one dtype, and its gradient summed in another, its own."""
+    """The dtype in which an array is gathered, and its own, in which its gradient is summed."""
 
     gathered: DTypeLike
     own: DTypeLike
 
 
 class Whole(NamedTuple):
-    """How a frozen array is brought together: along which axes, and in which dtype; none in its own."""
+    """How a frozen array is gathered: its split axes, and the dtype to gather it in; `None` keeps its dtype."""
 
     split: Dims
     dtype: Any
 
     def of(self, share: Any, gathering: Gathering) -> Any:
-        """The whole of an array, of the share of a device."""
+        """Gathers an array from the share of a device."""
         is_as_it_is = not self.split and self.dtype is None
         return share if is_as_it_is else gathering.gather(share, self.split, 0, self.dtype or share.dtype)
 
@@ -81,7 +81,7 @@ AS_IT_IS = Whole((), None)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gathered_in(share: jax.Array, split: Dims, shift: int, dtypes: _Cast) -> jax.Array:
-    """Cast before it is moved; the gradient is cast before it is summed."""
+    """Casts an array before it is moved; the gradient is cast before it is summed."""
     return gather(share.astype(dtypes.gathered), split, shift)
 
 
@@ -98,7 +98,7 @@ _gathered_in.defvjp(_gathered_forwards, _gathered_back)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _laid_whole(share: jax.Array, axes: Axes, split: Dims, shift: int, dtypes: _Cast) -> jax.Array:
-    """An array over the mesh, brought together by one gather; left to itself XLA would make many."""
+    """Gathers an array over the mesh by one collective; XLA would make many."""
     spec = PartitionSpec(*_entries(share, split, shift, None))
     bring = lambda share: gather(share.astype(dtypes.gathered), split, shift)
     return over_devices(bring, axes.mesh, (spec,), PartitionSpec(), axes.batch)(share)
@@ -116,12 +116,12 @@ _laid_whole.defvjp(_laid_forwards, _laid_back)
 
 
 def constrained(array: jax.Array, axes: Axes, split: Dims, shift: int) -> jax.Array:
-    """An array under automatic partitioning that lies along the batch as said, and along other axes as XLA likes."""
+    """Constrains how an array lies along the batch axes under automatic partitioning; XLA decides the other axes."""
     return constrained_to(array, PartitionSpec(*_entries(array, split, shift, PartitionSpec.UNCONSTRAINED)), axes)
 
 
 def constrained_to(array: jax.Array, spec: PartitionSpec, axes: Axes) -> jax.Array:
-    """An array under automatic partitioning that lies by a spec."""
+    """Constrains an array under automatic partitioning to a spec."""
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh_within(axes.mesh), spec))
 
 

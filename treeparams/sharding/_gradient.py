@@ -1,10 +1,11 @@
-"""The value of a loss over a mesh and its gradient.
+"""The value and the gradient of a loss over a mesh.
 
-A loss is of the whole batch, of which each device has a share. Whichever it is, it is right where XLA divides it: the
-parameters are brought together by hand, one collective for each array, and all else is left to XLA (`in_view`). Three
-kinds of losses can be divided by hand, which moves less: gradients are summed and divided among the devices at once.
-A mean over examples is the mean of the devices' means, a sum with a weight is summed before it is divided
-(`by_hand`), and of a loss in two parts the first is by hand and the second is not (`in_two_parts`).
+A loss is a function of the whole batch, of which each device has a share. Any loss is right if XLA divides it:
+parameters are gathered by hand, with one collective for each array, and everything else is left to XLA (`in_view`).
+Three kinds of losses can be divided by hand, which moves fewer bytes, because one collective sums the gradients and
+divides them among the devices. A mean over examples is the mean of the devices' means, and a sum with a weight is
+summed before it is divided (both `by_hand`). Of a loss in two parts, the first is divided by hand and the second by XLA
+(`in_two_parts`).
 """
 
 import contextlib
@@ -34,7 +35,7 @@ _SAID_BY_JAX = ("Closing over inputs to shard_map", "should match the aval mesh"
 
 
 class Found(NamedTuple):
-    """What a loss and its gradient come to."""
+    """The results of a loss, and its gradient."""
 
     value: Any
     gradients: PyTree
@@ -45,7 +46,7 @@ class Found(NamedTuple):
 def value_and_gradient(
     setup: Setup, params: PyTree, rest: Rest[Any] | Restructure[Any], model_state: Any, batch: PyTree
 ) -> Found:
-    """The value, the gradient, which lies as parameters do, and what comes beside."""
+    """Returns the value of the loss, its gradient, sharded as the parameters are, and its other results."""
     placement, mesh = setup.placement, setup.placement.axes.mesh
     arrays, treedef, shardings = taken(batch, placement, setup.pieces)
     laid = list(map(lay, map(jnp.asarray, arrays), shardings))
@@ -64,7 +65,7 @@ def value_and_gradient(
 
 @contextlib.contextmanager
 def _naming_closed_over() -> Iterator[None]:
-    """Says in words of this library that a loss closes over a split array, where JAX says it in its own."""
+    """Rewords the errors with which JAX rejects a loss that closes over a split array."""
     try:
         yield
     except (NotImplementedError, ValueError) as error:
@@ -78,7 +79,7 @@ def _naming_closed_over() -> Iterator[None]:
 
 
 def _found(call: Call, leaves: list[Any]) -> Found:
-    """The value, the gradient, and what comes beside."""
+    """Checks the loss, and computes its value and gradient in the way that fits it."""
     loss, axes, pieces = call.of.loss, call.of.placement.axes, call.of.pieces
     whole = call.looked_at(leaves, 1)
     looked = whole.result
@@ -89,10 +90,10 @@ def _found(call: Call, leaves: list[Any]) -> Found:
     is_sum = loss.is_mean or looked.weight is not None
     if pieces > 1 and not is_sum:
         raise ValueError(
-            f"microbatches={pieces} takes a loss that can be added up over pieces of a batch, and one that returns a "
+            f"microbatches={pieces} needs a loss that can be summed over pieces of a batch, but one that returns a "
             "single number may be any function of all examples. Return (sum, weight), which is divided once for all "
-            'pieces and devices; or say loss_is="mean" of a mean over examples; or give the part that is computed for '
-            "each example by itself as outputs="
+            'pieces and devices; or pass loss_is="mean" if it is a mean over examples; or pass the part that is '
+            "computed for each example separately as outputs="
         )
     is_by_hand = is_sum and not loss.has_state
     parts = pieces * axes.devices_along(axes.batch) if is_by_hand else pieces
@@ -101,7 +102,7 @@ def _found(call: Call, leaves: list[Any]) -> Found:
 
 
 def by_hand(call: Call, leaves: list[Any], looked: Result) -> Found:
-    """Each device computes the gradient of its examples; gradients are summed and divided at once."""
+    """Computes the gradient of each device's examples on the device, then sums and divides the gradients at once."""
     of, axes = call.of, call.of.placement.axes
     check_keys(call.treedef, call.arrays)
     batch, aux = PartitionSpec(axes.batch), aux_of(looked.aux, call.examples, of.loss.is_mean, in_parts=True)
@@ -123,7 +124,7 @@ def by_hand(call: Call, leaves: list[Any], looked: Result) -> Found:
 
 
 def in_view(call: Call, leaves: list[Any], looked: Result) -> Found:
-    """The loss sees all examples; XLA divides what it computes."""
+    """Computes the loss of all examples at once, and lets XLA divide the work."""
     of = call.of
     aux = aux_of(looked.aux, call.examples, of.loss.is_mean, in_parts=of.pieces > 1)
     leaves, rest = call.whole(leaves)
@@ -136,7 +137,7 @@ def in_view(call: Call, leaves: list[Any], looked: Result) -> Found:
 
 
 def in_two_parts(call: Call, leaves: list[Any], looked: Result) -> Found:
-    """Each device computes the outputs of its examples; XLA divides the loss, which sees the outputs of all."""
+    """Computes the outputs of each device's examples on the device; XLA divides the loss of all outputs."""
     of, axes = call.of, call.of.placement.axes
     check_keys(call.treedef, call.arrays)
     aux = aux_of(looked.aux, call.examples, of.loss.is_mean, in_parts=False)
@@ -161,7 +162,7 @@ def in_two_parts(call: Call, leaves: list[Any], looked: Result) -> Found:
 
 
 def outputs_of(call: Call, leaves: list[Any], rest: list[Any], arrays: list[Any]) -> PyTree:
-    """The outputs of the examples of a device, of what `by_device` returns."""
+    """Computes the outputs of a device's examples, from the results of `by_device`."""
     of, whole = call.of, jtu.tree_structure(call.rest).unflatten(rest)
     f: Any = of.loss.outputs
     pairs = list(zip(leaves, of.compute.form.blocks, strict=True))
@@ -184,11 +185,11 @@ def outputs_of(call: Call, leaves: list[Any], rest: list[Any], arrays: list[Any]
 def _done(
     call: Call, value: jax.Array, gradients: list[jax.Array], aux: Any, model_state: Any, looked: Result
 ) -> Found:
-    """The value in the dtype of the loss, and the gradient as a tree like the parameters."""
+    """Returns the value in the dtype of the loss, and the gradient as a tree like the parameters."""
     return Found(value.astype(looked.value.dtype), call.of.placement.tree(gradients), aux, model_state)
 
 
 def divided(value: jax.Array, gradients: Sequence[jax.Array], weight: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-    """A sum and its gradients, divided by the weight, each in its dtype."""
+    """Divides a sum and its gradients by the weight, each in its own dtype."""
     value, *gradients = [each / weight.astype(each.dtype) for each in (value, *gradients)]
     return value, gradients

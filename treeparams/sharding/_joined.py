@@ -1,7 +1,7 @@
-"""Parameters of a traced model, joined over devices so that the whole is never on one of them.
+"""Joins parameters of a traced model over devices, so that no device ever holds all of them.
 
-An initialiser under `jax.jit` gives one traced array for each slot. Joined by a concatenation whose result is split
-along the same axis, XLA would first bring all of them together on each device.
+An initialiser under `jax.jit` yields one traced array for each slot. If these were concatenated into a result that is
+split along the same axis, XLA would first gather all of them on each device.
 """
 
 import functools
@@ -19,7 +19,7 @@ from ._specs import names_in
 
 
 def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
-    """A block of traced slots, laid over a mesh: as `block.join`, bit for bit."""
+    """Joins traced slots into a block that lies over a mesh; the result equals `block.join`, bit for bit."""
     first, *of_row = [*sharding.spec, None]
     names = names_in(first)
     mesh, arrays = sharding.mesh, [cast(jnp.asarray(slot), block.dtype) for slot in slots]
@@ -42,7 +42,7 @@ def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding)
 
 
 def _divided(shape: tuple[int, ...], names: tuple[str, ...], devices: int) -> PartitionSpec:
-    """The spec along the first axis that devices can share; of an array without one, whole."""
+    """Returns the spec that splits the first axis that devices can share; of an array without one, whole."""
     dim = next((dim for dim, size in enumerate(shape) if size and size % devices == 0), None)
     return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, names)
 
@@ -50,7 +50,7 @@ def _divided(shape: tuple[int, ...], names: tuple[str, ...], devices: int) -> Pa
 def _share(
     block: Block, specs: Sequence[PartitionSpec], names: tuple[str, ...], devices: int, *parts: jax.Array
 ) -> jax.Array:
-    """This device's share of a block, of its parts of all slots."""
+    """Returns this device's share of a block, from its parts of all slots."""
     length, *row = block.shape
     own = jnp.zeros((length // devices, *row), block.dtype)
     begin = jax.lax.axis_index(names) * own.shape[0]
@@ -69,14 +69,14 @@ def _share(
 def _write(
     names: tuple[str, ...], spec: PartitionSpec, begin: jax.Array, own: jax.Array, each: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, None]:
-    """Gathers one slot and writes into this device's share, which begins at `begin`, what is of it."""
+    """Gathers one slot, and writes the part of it that belongs into this device's share, which starts at `begin`."""
     part, start = each
     whole = jax.lax.all_gather(part, names, axis=len(spec) - 1, tiled=True) if len(spec) else part
     return _written(own, whole.reshape(-1, *own.shape[1:]), start - begin), None
 
 
 def _written(own: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
-    """An array with rows written into it from `at` on, as far as they overlap; `at` may lie outside of it."""
+    """Writes rows into an array from `at` on, as far as they overlap; `at` may lie outside of the array."""
     count = min(len(own), len(rows))
     start = jnp.clip(at, 0, len(own) - count)
     numbers = start - at + jnp.arange(count, dtype=at.dtype)

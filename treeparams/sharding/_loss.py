@@ -1,4 +1,4 @@
-"""The loss of a step: what it is given, what it returns, and what its result says of the examples of a batch."""
+"""The loss of a step: its arguments, its result, and how results are combined over the examples of a batch."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ LossIs = Literal["mean"] | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A loss, and what the user says of it."""
+    """A loss, and the user's options about it."""
 
     function: Callable[..., Any]
     outputs: Callable[..., Any] | None  # the part that each device computes of its examples alone
@@ -33,14 +33,14 @@ class Loss:
 
     @property
     def in_words(self) -> str:
-        """The same in a line."""
+        """The options in one line."""
         taken = "form" if self.takes_form else "model"
         said = ["is a mean"] * self.is_mean + ["has outputs"] * (self.outputs is not None)
         said += ["has aux"] * self.has_aux + ["has state"] * self.has_state
         return ", ".join([f"the loss takes the {taken}", *said])
 
     def result(self, result: Any) -> Result:
-        """What the loss returned, checked."""
+        """Checks the value that the loss returned, and takes it apart."""
         aux = model_state = None
         if self.has_state:
             result, model_state = _two(result, "has_state=True", "(value, state)")
@@ -57,7 +57,7 @@ class Loss:
             expected = 'with loss_is="mean" the loss must return one real number, the mean over its examples'
         else:
             expected = "the loss must return one real number, or (sum, weight), two real numbers"
-        remedy = "; where the rest of it is auxiliary, write has_aux=True" if isinstance(result, tuple) else ""
+        remedy = "; if the rest of it is auxiliary, pass has_aux=True" if isinstance(result, tuple) else ""
         raise TypeError(f"{expected}, got {_in_words(result)}{remedy}")
 
 
@@ -68,7 +68,7 @@ def _check_aux(aux: PyTree) -> None:
 
 
 def is_pair(value: Any) -> bool:
-    """Whether a value is `(sum, weight)`, a tuple of two real numbers."""
+    """Returns whether a value is `(sum, weight)`, a tuple of two real numbers."""
     return type(value) is tuple and len(value) == 2 and all(map(_is_real_number, value))
 
 
@@ -82,7 +82,7 @@ def _is_real_number(value: Any) -> bool:
 def _two(result: Any, option: str, expected: str) -> tuple[Any, Any]:
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    raise TypeError(f"with {option} the loss is to return {expected}, got {_in_words(result)}")
+    raise TypeError(f"with {option} the loss must return {expected}, got {_in_words(result)}")
 
 
 def _in_words(result: Any) -> str:
@@ -93,7 +93,7 @@ _OF_LOSS = "the weight of the loss"
 
 
 class Looked(NamedTuple):
-    """A loss as a program of arrays of parameters and of a batch, and what it returns, as shapes."""
+    """A loss traced as a program of the arrays of parameters and of a batch, and its result as shapes."""
 
     program: ClosedJaxpr
     result: Result
@@ -102,51 +102,51 @@ class Looked(NamedTuple):
 
 
 def look(f: Callable[[list[Any], list[Any]], Result], parameters: list[Any], arrays: list[Any]) -> Looked:
-    """A loss traced, of arrays as shapes."""
+    """Traces a loss for arrays given as shapes."""
     program, result = jax.make_jaxpr(f, return_shape=True)(parameters, arrays)
     return Looked(program, result, len(parameters), examples_of(arrays))
 
 
 def check_weights(looked: Looked, is_divided: bool) -> None:
-    """Checks that no weight depends on a parameter: of pairs beside a loss, and that of the loss if it is a sum."""
+    """Checks that no weight depends on a parameter: those of pairs in `aux`, and that of the loss if it is a sum."""
     # By any way, and not by its derivative alone: an accuracy, which somebody returns beside a loss, has none.
     program = looked.program
     of_parameters = carry(program, [int(i < looked.parameters) for i in range(len(program.jaxpr.invars))], through)
     wrong = [name for name, i in _weights(looked.result).items() if of_parameters[i]]
     if is_divided and _OF_LOSS in wrong:
         raise ValueError(
-            "the loss returns two numbers, which are taken for (sum, weight), but the second depends on the "
-            "parameters. A weight is of the batch alone, such as the sum of a mask; return one number for a loss "
-            "that divides by something of the parameters, and write has_aux=True if it is a result beside the loss"
+            "the loss returns two numbers, which are read as (sum, weight), but the second depends on the "
+            "parameters. A weight must depend on the batch alone, such as the sum of a mask. If the loss divides by "
+            "something that depends on the parameters, return one number; if the second number is an auxiliary "
+            "result, pass has_aux=True"
         )
     for name in wrong:
         if name != _OF_LOSS:
             raise ValueError(
-                f"{name} depends on the parameters. A tuple of two numbers is (sum, weight), and is divided; write two "
-                "results as a list or a dictionary, each as a pair of its own, (number, len(x)), where it is a sum "
-                "over the examples"
+                f"{name} depends on the parameters. A tuple of two numbers is read as (sum, weight) and divided; for "
+                "two results return a list or a dictionary, and for a sum over the examples a pair, (number, len(x))"
             )
 
 
 def check_model_state(before: PyTree, after: PyTree) -> None:
-    """Checks that the loss returned a state like the one that it was given: of the same tree, shapes and dtypes."""
+    """Checks that the loss returned a state with the tree, shapes and dtypes of the one it was given."""
     ours, its = (
         {jtu.keystr(path): describe(leaf) for path, leaf in jtu.tree_leaves_with_path(tree)} for tree in (before, after)
     )
     wrong = next((path for path in [*ours, *its] if ours.get(path) != its.get(path)), None)
     if wrong is not None:
         raise ValueError(
-            f"the loss returned another state of the model than it was given: state{wrong} was "
+            f"the loss returned a different state of the model than it was given: state{wrong} was "
             f"{ours.get(wrong, 'nothing')} and is {its.get(wrong, 'nothing')}; return one with the same tree, shapes "
             "and dtypes"
         )
 
 
 def check_sums(whole: Looked, look_at_part: Callable[[], Looked], parts: int) -> None:
-    """Checks that weights, which are summed over the parts of a batch, come to those of the whole.
+    """Checks that the weights of the parts of a batch add up to those of the whole batch.
 
-    One that is of the examples is taken for a sum over them, as that of a mask. One that is none must be a multiple of
-    their number, as `len(x)` is: `1.0` would be summed to the number of parts.
+    A weight that depends on the examples, such as the sum of a mask, is assumed to be a sum over them. Any other weight
+    must be proportional to their number, as `len(x)` is: `1.0` would add up to the number of parts.
     """
     jaxpr = whole.program.jaxpr
     marks = [int(i >= whole.parameters and bool(var.aval.ndim)) for i, var in enumerate(jaxpr.invars)]
@@ -159,12 +159,12 @@ def check_sums(whole: Looked, look_at_part: Callable[[], Looked], parts: int) ->
             raise ValueError(
                 f"{name} does not depend on the examples: it is the same for all {whole.examples} of the batch as for "
                 f"the {part.examples} of each of its {parts} parts, over which it is summed. Return len(x), the sum of "
-                "a mask, or the like; divide by any other number within the loss"
+                "a mask, or the like; divide by other numbers inside the loss"
             )
 
 
 def _weights(result: Result) -> dict[str, int]:
-    """The number, among all results, of the weight of a loss and of those in pairs beside it."""
+    """Returns the position among all results of the weight of the loss and of each weight in `aux`."""
     leaves, treedef = jtu.tree_flatten(result)
     numbers = treedef.unflatten(range(len(leaves)))
     found = {} if result.weight is None else {_OF_LOSS: numbers.weight}
@@ -176,7 +176,7 @@ def _weights(result: Result) -> dict[str, int]:
 
 
 def _with_ones(program: ClosedJaxpr, number: int) -> float:
-    """A result of a program, where all that it depends on is one."""
+    """Evaluates one result of a program with ones for all inputs that it depends on."""
     jaxpr, out = program.jaxpr, program.jaxpr.outvars[number]
     needed, eqns = {atom for atom in [out] if not isinstance(atom, Constant)}, list[JaxprEqn]()
     for eqn in reversed(jaxpr.eqns):
@@ -200,19 +200,19 @@ def _with_ones(program: ClosedJaxpr, number: int) -> float:
 
 
 class Aux(NamedTuple):
-    """What becomes of results beside the loss, over pieces of a batch and over devices."""
+    """How the entries of `aux` are combined over pieces of a batch and over devices."""
 
     treedef: Any
     kinds: list[str]  # "pair", "number", "examples" or "whole", of each entry; a pair is one
 
     def over_pieces(self, aux: PyTree) -> list[Any]:
-        """The entries of what pieces returned, each with a first axis over these."""
+        """Combines the entries that the pieces returned; each has a first axis over the pieces."""
         return [
             _OVER_PIECES[kind](each) for kind, each in zip(self.kinds, self.treedef.flatten_up_to(aux), strict=True)
         ]
 
     def over_devices(self, entries: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[jax.Array]]:
-        """Of a device's entries those with a row for each example, after the others, which are of all devices."""
+        """Combines a device's entries over devices; returns these, and the entries with a row for each example."""
         pairs = list(zip(self.kinds, entries, strict=True))
         over = {"pair": jax.lax.psum, "number": jax.lax.pmean}
         of_all = [
@@ -221,11 +221,11 @@ class Aux(NamedTuple):
         return of_all, [each for kind, each in pairs if kind == "examples"]
 
     def of_whole(self, aux: PyTree) -> PyTree:
-        """The tree of what pieces returned, of all examples of each."""
+        """Returns the tree of entries that the pieces returned, if each piece covers all devices."""
         return self.tree(*self.over_devices(self.over_pieces(aux), ()))
 
     def tree(self, of_all: Sequence[Any], rows: Sequence[jax.Array]) -> PyTree:
-        """The tree of these; pairs are divided."""
+        """Returns the tree of combined entries; pairs are divided."""
         numbers, arrays = iter(of_all), iter(rows)
         entries = [next(arrays if kind == "examples" else numbers) for kind in self.kinds]
         divided = [
@@ -247,13 +247,13 @@ _OVER_PIECES: dict[str, Callable[[Any], Any]] = {
 
 
 def aux_of(aux: PyTree, examples: int, is_mean: bool, in_parts: bool) -> Aux:
-    """What is to become of results, of their shapes for the whole batch.
+    """Decides how to combine the entries of `aux`, from their shapes for the whole batch.
 
     Args:
-        aux: the results as shapes.
-        examples: how many there are in the batch.
-        is_mean: whether the loss is a mean, so that numbers beside it are.
-        in_parts: whether devices, or pieces, each have results of their examples alone.
+        aux: the entries as shapes.
+        examples: the number of examples in the batch.
+        is_mean: whether the loss is a mean, so that numbers in `aux` are means too.
+        in_parts: whether devices or pieces each return entries for their own examples only.
     """
     entries, treedef = jtu.tree_flatten_with_path(aux, is_leaf=is_pair)
     return Aux(treedef, [_kind(jtu.keystr(path), each, examples, is_mean, in_parts) for path, each in entries])
@@ -276,14 +276,14 @@ def _kind(path: str, entry: Any, examples: int, is_mean: bool, in_parts: bool) -
 
 
 def check_aux_rows(aux: Aux, of_piece: PyTree, arrays: Sequence[Any]) -> None:
-    """Checks that arrays with as many rows as the batch has examples have, of a piece, as many as that has."""
+    """Checks that arrays with a row for each example of the batch have a row for each example of a piece too."""
     examples = examples_of(arrays)
     for kind, each in zip(aux.kinds, aux.treedef.flatten_up_to(of_piece), strict=True):
         if kind == "examples" and each.shape[0] != examples:
             raise ValueError(
-                f"aux: {describe(each)} has as many rows as the batch has examples, but is no array with one row for "
-                f"each: of {examples} examples it has {each.shape[0]} rows, too. Give it another axis first, or sums "
-                "of it as pairs (sum, weight)"
+                f"aux: {describe(each)} has as many rows as the batch has examples, but not one row for each example: "
+                f"for {examples} examples it also has {each.shape[0]} rows. Add a leading axis over the examples, or "
+                "return sums of it as pairs (sum, weight)"
             )
 
 
@@ -294,6 +294,6 @@ def check_rows(outputs: PyTree, arrays: Sequence[Any]) -> None:
         if not is_array(each) or each.shape[:1] != (examples,):
             raise ValueError(
                 f"outputs{jtu.keystr(path)}: expected an array with one row for each of the {examples} examples that "
-                f"it was given, since a device has these alone, got {describe(each)}; what is of all examples goes "
-                "into the loss"
+                f"it was given, since a device has only these, got {describe(each)}; compute results of all examples "
+                "in the loss"
             )

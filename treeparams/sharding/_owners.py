@@ -1,4 +1,4 @@
-"""Where the arrays of a rule's state, or of an average, lie: as the parameters that they are of."""
+"""Where the arrays of an optimiser's state or of an average lie: where their parameters lie."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +16,14 @@ from .._tree.types import PyTree
 
 Make = Callable[[PyTree], PyTree]
 Entries = list[Any]
-"""Those of the `PartitionSpec` of an array, one for each axis."""
+"""The entries of the `PartitionSpec` of an array, one for each axis."""
 
 
 def entries_of(make: Make, form: Form, specs: Sequence[PartitionSpec], start: PyTree) -> list[Entries]:
-    """How each array of `start` lies, which `make` makes of parameters in a form that lies by `specs`.
+    """Finds how each array of `start` lies, which `make` makes from parameters in a form that lies by `specs`.
 
-    Most have the shape of the block that they are of, and lie as it does. Arrays of another shape (SM3's vectors for
-    each axis, Adafactor's factors) are asked for once more, see `_ask`. An array that all parameters share is whole.
+    Most arrays have the shape of the block that they belong to, and lie as it does. For arrays of another shape (SM3's
+    vectors for each axis, Adafactor's factors), `_ask` finds it out. An array that all parameters share is whole.
     """
     arrays = jtu.tree_leaves(start)
     found: list[Entries] = [[None] * array.ndim for array in arrays]
@@ -45,9 +45,9 @@ def entries_of(make: Make, form: Form, specs: Sequence[PartitionSpec], start: Py
 
 
 def _as_block(shape: tuple[int, ...], axis: int | None, block: Block, spec: PartitionSpec) -> tuple[Entries, bool]:
-    """The entries of an array of a block, as far as they are the block's, and whether that is all.
+    """Returns the entries of an array of a block that follow from the block's, and whether they are complete.
 
-    Its pieces follow one another along `axis`; `None`: it is of a single array.
+    The block's pieces follow one another along `axis`; with `None`, the array belongs to a single parameter.
     """
     own = [*spec, *[None] * (len(block.shape) - len(spec))]
     if axis is None:
@@ -69,8 +69,8 @@ def _ask(
 ) -> None:
     """Completes the entries of arrays whose axes are not those of their blocks.
 
-    Of parameters that are twice as long along the axes that are split over some axes of the mesh, `make` makes arrays
-    that are twice as long along their own. Along the axis that joins parameters, the entry is known.
+    It doubles the parameters along the axes that are split over given axes of the mesh. Then `make` returns arrays that
+    are doubled along their own such axes. The entry of the axis that joins parameters is known without asking.
     """
     # One question for each entry, that is for each set of axes of the mesh, of all blocks at once. A weight of shape
     # (8, 3) that lies by `P("data")` becomes (16, 3): Adafactor's factor over rows grows from 8 to 16, and the one over
@@ -83,8 +83,8 @@ def _ask(
         for n, (path, array) in enumerate(arrays):
             if path not in grown or grown[path].ndim != array.ndim:
                 raise ValueError(
-                    f"the rule keeps a state of another structure for longer parameters, at {jtu.keystr(path)}: it "
-                    "looks at the shapes of leaves, and would have parts of them. Let devices own whole rows, "
+                    f"the state of the rule has another structure for longer parameters, at {jtu.keystr(path)}: the "
+                    "rule looks at the shapes of leaves, but would get parts of them. Let devices own whole rows, "
                     '"owned" with form="stacks" and optim.per_leaf(tx), or write "whole"'
                 )
             sizes = zip(array.shape, grown[path].shape, strict=True)
@@ -96,12 +96,12 @@ def _ask(
 
 
 def _within(block: Block, spec: PartitionSpec) -> Entries:
-    """The entries of a block without that of the axis along which parameters are joined."""
+    """Returns the entries of a block, with `None` for the axis along which parameters are joined."""
     return [*spec] if block.length is None else [None, *spec[1:]]
 
 
 def _longer(block: Block, spec: PartitionSpec, entry: MeshAxes) -> jax.ShapeDtypeStruct:
-    """A block that is twice as long along the axis that is split over these axes of the mesh."""
+    """Returns a block that is twice as long along the axis that is split over the given axes of the mesh."""
     pairs = itertools.zip_longest(block.shape, _within(block, spec))
     shape = [2 * size if entry is not None and each == entry else size for size, each in pairs]
     return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(block.dtype))

@@ -1,4 +1,4 @@
-"""A batch taken in pieces, one after another: what they sum to, what each returns, and the state that they pass on."""
+"""Computes a batch in pieces, one after another: sums over pieces, results of each, and the state that they pass on."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from .._tree.types import PyTree
 
 
 class Result(NamedTuple):
-    """What a loss returns, taken apart."""
+    """The value that a loss returned, taken apart."""
 
     value: Any  # or the sum, if there is a weight
     weight: Any  # by which the sum of all values is divided; none of a loss that is no sum
@@ -20,11 +20,11 @@ class Result(NamedTuple):
 
 
 Objective = Callable[[list[Any], PyTree, list[Any]], tuple[jax.Array, Result]]
-"""From arrays of parameters, the state of a model and the arrays of a piece, to what is differentiated and a result."""
+"""Maps parameters, the state of a model and the arrays of a piece to the value to differentiate and a `Result`."""
 
 
 class Sums(NamedTuple):
-    """What the pieces of a batch sum to, at least in single precision."""
+    """Sums over the pieces of a batch, at least in single precision."""
 
     value: jax.Array
     weight: jax.Array | None
@@ -32,36 +32,36 @@ class Sums(NamedTuple):
 
 
 def cut(array: jax.Array, pieces: int) -> jax.Array:
-    """The examples in pieces, along a new first axis: to piece k belongs every example whose number is k modulo them.
+    """Cuts the examples into pieces along a new first axis; of n pieces, piece k has every example k modulo n.
 
-    So the pieces are the same over any number of devices, each of which has examples that follow one another.
+    So the pieces are the same for any number of devices, each of which has consecutive examples.
     """
     return jnp.swapaxes(array.reshape(-1, pieces, *array.shape[1:]), 0, 1)
 
 
 def uncut(array: jax.Array) -> jax.Array:
-    """The inverse of `cut`."""
+    """Inverts `cut`."""
     array = jnp.swapaxes(array, 0, 1)
     return array.reshape(-1, *array.shape[2:])
 
 
 def examples_of(arrays: Sequence[Any]) -> int:
-    """How many examples there are in the arrays of a batch; one without axes is for all of them."""
+    """Returns the number of examples in the arrays of a batch; an array without axes applies to all of them."""
     return next((array.shape[0] for array in arrays if array.ndim), 0)
 
 
 def in_pieces(arrays: Sequence[jax.Array], pieces: int) -> list[jax.Array | None]:
-    """The arrays of a batch in pieces; `None` for one that is for all pieces, which `with_scalars` puts back."""
+    """Cuts the arrays of a batch into pieces; `None` for arrays without axes, which `with_scalars` puts back."""
     return [cut(array, pieces) if array.ndim else None for array in arrays]
 
 
 def with_scalars(piece: Sequence[jax.Array | None], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays of a piece, with those of the batch that are for all pieces."""
+    """Returns the arrays of a piece, with the arrays of the batch that have no axes."""
     return [array if each is None else each for array, each in zip(arrays, piece, strict=True)]
 
 
 def as_pieces(results: PyTree) -> PyTree:
-    """The results of the only piece, with a first axis over pieces."""
+    """Adds a first axis over pieces to the results of the only piece."""
     return jax.tree.map(lambda each: jnp.asarray(each)[None], results)
 
 
@@ -73,14 +73,14 @@ def over_pieces(
     pieces: int,
     lay: Callable[[list[Any]], list[Any]] = list,
 ) -> tuple[Sums, PyTree, PyTree]:
-    """The sums over all pieces, what each returned beside its loss with a first axis over them, and the last state.
+    """Returns the sums over all pieces, each piece's `aux` with a first axis over the pieces, and the last state.
 
     Args:
-        objective: what is differentiated, in the arrays of parameters.
-        leaves: these arrays.
+        objective: the function to differentiate, in the arrays of parameters.
+        leaves: the arrays of parameters.
         model_state: the first state.
-        arrays: those of the batch; one without axes is for all pieces.
-        pieces: how many.
+        arrays: the arrays of the batch; those without axes apply to all pieces.
+        pieces: the number of pieces.
         lay: lays gradients over the devices.
     """
 
@@ -107,6 +107,6 @@ def over_pieces(
 
 
 def wide(array: jax.Array) -> jax.Array:
-    """An array in a dtype to sum in, at least single precision."""
+    """Casts an array to a dtype to sum in, at least single precision."""
     is_float = jnp.issubdtype(array.dtype, jnp.inexact)
     return array.astype(widened(array.dtype if is_float else jnp.float32))

@@ -1,4 +1,4 @@
-"""Where the parameters of a layout lie, in the form in which they rest: a plan says it, and a step asks."""
+"""Where the parameters of a layout lie on a mesh, in the form of a plan; shared by plans and steps."""
 
 import copy
 import functools
@@ -43,8 +43,10 @@ from ._specs import (
 
 T = TypeVar("T")
 Maker = Callable[[Layout, Mapping[str, Sequence[int]], int], Form]
-"""Makes the form of a layout, of the slots in each group of those that lie alike, and of a number of which the length
-of what is joined is to be a multiple."""
+"""Makes the form of a layout, from groups of slots that lie alike.
+
+The length of joined arrays is a multiple of the last argument.
+"""
 
 
 def _stacks(layout: Layout, groups: Mapping[str, Sequence[int]], multiple: int) -> Form:
@@ -56,13 +58,13 @@ MAKERS: dict[str, Maker] = {
     "vector": lambda layout, groups, multiple: vector_of(layout, pad_to=multiple),
     "stacks": _stacks,
 }
-"""By what users call them. Nothing else asks which form it is."""
+"""The makers by the names that users write. No other code depends on which form it is."""
 
 _ALIGNED = 128  # the same length over 1, 2, ..., 128 devices, so that what was saved by some is read by others
 
 
 class Placement:
-    """Where each parameter lies: a form, and a spec for each block of it. Static."""
+    """Where each parameter lies: a form, and a spec for each of its blocks. Static."""
 
     def __init__(self, layout: Layout, axes: Axes, rules: Rules, name: FormName) -> None:
         if name not in MAKERS:
@@ -86,7 +88,7 @@ class Placement:
         self.frozen = Frozen(index, by_leaf, axes, name)
 
     def over(self, mesh: Mesh | AbstractMesh) -> "Placement":
-        """The same over a mesh of other devices, with the same axes."""
+        """Returns the same placement over a mesh of other devices with the same axes."""
         other = copy.copy(self)
         other.axes = self.axes._replace(mesh=mesh)
         return other
@@ -98,22 +100,22 @@ class Placement:
 
     @property
     def params(self) -> PyTree:
-        """That of each array of the parameters, a tree like these."""
+        """The sharding of each array of the parameters, as a tree of the same structure."""
         return self.tree(list(map(self.sharding, self.specs)))
 
     @property
     def batch(self) -> NamedSharding:
-        """That of arrays with the examples as their leading axis."""
+        """The sharding of arrays whose leading axis runs over the examples."""
         return self.sharding(PartitionSpec(self.axes.batch))
 
     @property
     def whole(self) -> NamedSharding:
-        """That of arrays that are whole on each device."""
+        """The sharding of arrays that are whole on each device."""
         return self.sharding(PartitionSpec())
 
     @property
     def of_slots(self) -> list[NamedSharding]:
-        """That of each slot by itself."""
+        """The sharding of each slot as a separate array."""
         return [self.sharding(each.spec) for _, each in self.rows]
 
     # -- Trees
@@ -124,22 +126,22 @@ class Placement:
         return stacked_leaves(self.form.shapes())
 
     def tree(self, leaves: Sequence[Any]) -> PyTree:
-        """The tree of the parameters with these leaves."""
+        """Returns the tree of the parameters with these leaves."""
         return jtu.tree_unflatten(self.form.treedef, leaves)
 
     def shapes(self) -> PyTree:
-        """The parameters as `jax.ShapeDtypeStruct`s, with their shardings."""
+        """Returns the parameters as `jax.ShapeDtypeStruct`s with their shardings."""
         return jax.tree.map(put_leaf, self.form.shapes(), self.params)
 
     def made(self, make: Callable[[PyTree], PyTree]) -> PyTree:
-        """A tree that `make` makes of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
+        """Returns the tree that `make` makes of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
         start, treedef = jtu.tree_flatten(jax.eval_shape(make, self.form.shapes()))
         entries = entries_of(make, self.form, self.specs, treedef.unflatten(start))
         shardings = [self.sharding(spec_of(each)) for each in entries]
         return treedef.unflatten(list(map(put_leaf, start, shardings)))
 
     def laid(self, slots: Sequence[Any]) -> PyTree:
-        """The parameters, of one array for each slot, in buffers of their own; of shapes, as shapes."""
+        """Returns the parameters from one array for each slot, in new buffers; from shapes, as shapes."""
         if any(isinstance(slot, jax.ShapeDtypeStruct) for slot in slots):
             return self.shapes()
         shardings = list(map(self.sharding, self.specs))
@@ -151,7 +153,7 @@ class Placement:
         return self.tree(list(map(put_leaf, leaves, shardings, is_own)))
 
     def slots_of(self, params: PyTree) -> list[Any]:
-        """One array per slot."""
+        """Returns one array for each slot."""
         return self.form.read(params)
 
     def check(self, params: PyTree) -> None:
@@ -160,29 +162,29 @@ class Placement:
         if expected != got:
             wrong = next((pair for pair in got if pair not in expected), None) or "nothing more"
             raise ValueError(
-                f"expected parameters as of init or plan.ravel, a {self.name} with {len(expected)} arrays, the first "
-                f"{expected[0] if expected else None}; got {len(got)}, and among them {wrong}"
+                f"expected parameters that init or plan.ravel returned, a {self.name} of {len(expected)} arrays, the "
+                f"first {expected[0] if expected else None}; got {len(got)} arrays, including {wrong}"
             )
 
     # -- The rest of a model
 
     def put_rest(self, rest: Rest[Any], specs: Sequence[PartitionSpec] | None = None) -> Rest[Any]:
-        """All else of a model over the mesh: frozen parameters by their rules, unless specs are given, others whole."""
+        """Places the rest of a model on the mesh: frozen parameters by their rules or `specs`, other arrays whole."""
         specs = self.frozen.specs_of(rest) if specs is None else specs
         shardings = map(self.sharding, specs)
         return with_kept_arrays(rest, list(map(put_leaf, kept_arrays(rest).values(), shardings)))
 
     def rest_specs(self, rest: Rest[Any] | Restructure[Any]) -> Any:
-        """A tree like that which the state of a step holds, with the spec of each of its arrays."""
+        """Returns the specs of the arrays that the state of a step holds, as a tree like it."""
         return self.frozen.specs(rest)
 
     @functools.cached_property
     def has_restructure(self) -> bool:
-        """Whether a `Restructure` is the way back to the model; from a canonical tree it is `tp.combine`."""
+        """Whether a `Restructure` leads back to the model; from a canonical tree, `tp.combine` does."""
         return self.form != tree_of(self.layout)
 
     def restructure(self, rest: Rest[Any]) -> Restructure[Any]:
-        """The way back to the model over the mesh, of a `Rest` that lies anywhere, or of its shapes."""
+        """Returns the `Restructure` over the mesh, from a `Rest` that lies anywhere or from its shapes."""
         make = functools.partial(restructure_over, form=self.form, groups=self.frozen.groups_of(rest))
         is_of_shapes = any(isinstance(array, jax.ShapeDtypeStruct) for array in kept_arrays(rest).values())
         # Arrays are laid over the devices one by one, and are stacked there: so none ever has all of them.
@@ -202,7 +204,7 @@ class Placement:
         return [(slot, of_blocks[self.form.locations[n][0]]) for n, slot in enumerate(self.layout.slots)]
 
     def _lying(self, block: Block, spec: PartitionSpec, is_stack: bool) -> Lying:
-        """How each slot in a block lies."""
+        """Describes how each slot in a block lies."""
         first, *of_row = [*spec, None]
         is_owned = is_stack and first is not None
         own = spec_of(of_row) if is_stack else spec
@@ -213,17 +215,17 @@ class Placement:
 
     @property
     def replicated(self) -> dict[str, int]:
-        """The parameters, trained or frozen, that are not split, with their bytes on each device; the largest first."""
+        """The bytes of each parameter, trained or frozen, that is whole on each device, by path; the largest first."""
         found = {slot.path: _bytes(slot) for slot, each in (*self.rows, *self.frozen.rows) if each.devices == 1}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def in_words(self) -> str:
-        """The plan as text, with a line for each parameter, however many there are."""
+        """Returns the plan as text, with a line for every parameter."""
         table, *lines = self.blocks()
         return "\n".join([*map("  ".join, table.rows), *lines])
 
     def blocks(self) -> tuple[Table, *tuple[str, ...]]:
-        """The plan as a table, and lines below it."""
+        """Returns the plan as a table and the lines below it."""
         cells = [
             [slot.path, slot.key, each.words + mark, f"{_bytes_of_one(slot, each):,}"]
             for rows, mark in ((self.rows, ""), (self.frozen.rows, ", frozen"))
@@ -249,7 +251,7 @@ class Placement:
 
 
 def described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:
-    """Something of each array, after its path."""
+    """Applies a function to each array, and returns the results after the arrays' paths."""
     return [(jtu.keystr(path), of(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
 
 
@@ -259,7 +261,7 @@ def _shape_of(leaf: object) -> tuple[int, ...] | str:
 
 
 def _bytes_of_one(slot: Slot, lying: Lying) -> int:
-    """The bytes of a parameter on a device that has a part of it."""
+    """Returns the bytes of a parameter on a device that has a part of it."""
     return -(-_bytes(slot) // lying.devices)
 
 

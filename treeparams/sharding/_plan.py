@@ -1,4 +1,4 @@
-"""plan: where each parameter of a model lies on a mesh, in the form in which it rests, and the optimiser's state."""
+"""plan: where each parameter of a model and each array of the optimiser's state lies on a mesh, and in which form."""
 
 import functools
 import operator
@@ -29,12 +29,12 @@ M = TypeVar("M")
 
 
 class Plan:
-    """Where the parameters of a model lie on a mesh, and in which form. Made by `sharding.plan`.
+    """Where the parameters of a model lie on a mesh, and in which form; made by `sharding.plan`.
 
-    It is static: it holds shapes, and the frozen arrays of the model that it was made of.
+    A plan holds shapes and the frozen arrays of the model it was made from. It does not change.
 
     Attributes:
-        layout: which parameters train.
+        layout: the `Layout`, which records which parameters train.
         mesh: the mesh.
         form: `"tree"`, `"vector"` or `"stacks"`.
     """
@@ -44,7 +44,7 @@ class Plan:
     form: FormName
 
     def __init__(self, placement: Placement, rest: Rest[Any] | None, notes: tuple[str, ...] = ()) -> None:
-        """For this library's own use; users write `sharding.plan(model, mesh, rules)`."""
+        """For internal use. Call `sharding.plan(model, mesh, rules)` instead."""
         self._placement = placement
         self._rest = rest
         self._notes = notes  # lines that are printed last
@@ -56,21 +56,21 @@ class Plan:
 
     @property
     def params(self) -> PyTree:
-        """The `NamedSharding` of each array of the parameters, a tree like these."""
+        """The `NamedSharding` of each array of the parameters, as a tree of the same structure."""
         return self._placement.params
 
     @property
     def batch(self) -> NamedSharding:
-        """That of arrays with the examples as their leading axis."""
+        """The `NamedSharding` of arrays whose leading axis runs over the examples."""
         return self._placement.batch
 
     @property
     def whole(self) -> NamedSharding:
-        """That of arrays that are whole on each device."""
+        """The `NamedSharding` of arrays that are whole on each device."""
         return self._placement.whole
 
     def state(self, tx: Any) -> PyTree:
-        """The `NamedSharding` of each array in the state of a rule of Optax, a tree like `tx.init(params)`.
+        """Returns the `NamedSharding` of each array in an Optax optimiser's state, as a tree like `tx.init(params)`.
 
         >>> import jax, jax.numpy as jnp, optax
         >>> from treeparams import sharding
@@ -79,44 +79,46 @@ class Plan:
         >>> state[0].mu["w"].spec, state[0].count.spec
         (PartitionSpec('data',), PartitionSpec())
 
-        An array that belongs to a parameter lies as the parameter does. Which arrays do is found by asking `init`, for
-        shapes alone. If an array has another shape, a second question tells which of its axes grows with which axis of
-        the parameter.
+        An array that belongs to a parameter is sharded as the parameter is. `state` finds these arrays by tracing
+        `init` with shapes alone. If an array has another shape than its parameter, it traces `init` again with larger
+        parameters, to see which axis of the array grows with which axis of the parameter.
 
         Args:
-            tx: a rule of Optax over parameters in the form of this plan.
+            tx: an Optax optimiser for parameters in the form of this plan.
 
         Returns:
-            The shardings. An array that has no axis in common with one that is split is whole on each device.
+            The shardings. An array that belongs to no parameter, or has no axis in common with the split ones of its
+            parameter, is whole on each device.
 
         Raises:
-            ValueError: `tx` is `optim.trainable` or the like, which takes models; or does not keep its state parameter
-                by parameter, so that it cannot be told which array belongs to which.
+            ValueError: `tx` is `optim.trainable` or another transformation that accepts whole models; or `tx` does not
+                keep its state parameter by parameter, so `state` cannot tell which array belongs to which parameter.
         """
         return sharding_of(self._placement.made(Update.of(tx, self._placement.layout, self._placement.form).start))[0]
 
     def average(self, average: Average) -> PyTree:
-        """The `NamedSharding` of each array in an average of the parameters, a tree like that `tp.Ema`.
+        """Returns the `NamedSharding` of each array in a `tp.Ema` of the parameters, as a tree of the same structure.
 
         Args:
-            average: as for `sharding.make_step`: an `Ema` has static fields, which the tree of its shardings has too.
+            average: the same `average` that you pass to `sharding.make_step`. An `Ema` has static fields, so the tree
+                of its shardings has them too.
         """
         return sharding_of(self._placement.made(ema_maker(average)))
 
     def shapes(self) -> PyTree:
-        """The parameters as `jax.ShapeDtypeStruct`s, with their shardings."""
+        """Returns the parameters as `jax.ShapeDtypeStruct`s with their shardings."""
         return self._placement.shapes()
 
     # -- Values
 
     def ravel(self, model: PyTree) -> PyTree:
-        """The parameters of a model, in the form of this plan and laid over the mesh.
+        """Returns the parameters of a model in the form of this plan, sharded over the mesh.
 
         Args:
-            model: a model of this layout; a traced one, or one of `jax.ShapeDtypeStruct`s, too.
+            model: a model with the layout of this plan. It may be traced, or consist of `jax.ShapeDtypeStruct`s.
 
         Returns:
-            The canonical tree, the vector or the stacks, in buffers of their own.
+            The canonical tree, the vector or the stacks, in new buffers.
 
         Raises:
             ValueError: the model does not fit the layout.
@@ -124,22 +126,22 @@ class Plan:
         return self._placement.laid(take_apart(model, self.layout).slots)
 
     def model(self, params: PyTree, state: Any = None, *, whole: bool = False) -> Any:
-        """The model of parameters in the form of this plan.
+        """Returns the model for parameters in the form of this plan.
 
         Args:
-            params: the parameters, or another tree of their form: gradients, an average.
-            state: the state of the step, which has the frozen arrays of the model. Without it they are those of the
-                model that the plan was made of.
-            whole: whether each parameter is whole on each device, to be called there as any model is. An array that
-                is split over an explicit mesh, the default of `jax.make_mesh`, JAX indexes and multiplies only where
-                you tell it how the result lies.
+            params: the parameters, or another tree in their form, such as gradients or an average.
+            state: the state of the step, which holds the frozen arrays of the model. Without it you get the frozen
+                arrays of the model that the plan was made from.
+            whole: whether to make each parameter whole on each device, so that you can call the model as usual. An
+                explicit mesh is the default of `jax.make_mesh`; JAX indexes and multiplies an array that is split over
+                one only if you state the sharding of the result.
 
         Returns:
-            The model, each array where `plan.put` has it, or whole, in a buffer of its own.
+            The model, in new buffers. Each array is sharded as `plan.put` shards it, or whole.
 
         Raises:
-            ValueError: the parameters have another form, or the state is of another layout; the plan was made of
-                shapes, and there is no state.
+            ValueError: the parameters have another form; the state has another layout; or the plan was made from shapes
+                and you gave no state.
         """
         if state is not None:
             check_layout(self._placement, state.layout)
@@ -148,8 +150,8 @@ class Plan:
             rest = released(rest)
         if rest is None or any(isinstance(array, jax.ShapeDtypeStruct) for array in kept_arrays(rest).values()):
             raise ValueError(
-                "the plan was made of shapes, so it has no frozen arrays and no functions; give the state of the step, "
-                "which has them: plan.model(params, state)"
+                "the plan was made from shapes, so it has no frozen arrays and no functions; pass the state of the "
+                "step, which has them: plan.model(params, state)"
             )
         self._placement.check(params)
         slots = self._slots[whole](params)
@@ -160,22 +162,22 @@ class Plan:
 
     @functools.cached_property
     def _slots(self) -> dict[bool, Callable[[PyTree], list[Any]]]:
-        """From parameters to slots that lie as planned, or whole."""
+        """The compiled functions from parameters to slots, sharded as planned (`False`) or whole (`True`)."""
         placement = self._placement
         to = {False: placement.of_slots, True: [placement.whole] * len(self.layout.slots)}
         programs = {whole: jax.jit(automatic(placement.slots_of, each, self.mesh)) for whole, each in to.items()}
         return {whole: Watched(each, "plan.model, call", counts_first=True) for whole, each in programs.items()}
 
     def put(self, model: M) -> M:
-        """The model over the mesh.
+        """Places a model on the mesh.
 
         Args:
-            model: a model of this layout.
+            model: a model with the layout of this plan.
 
         Returns:
-            The model, in buffers of its own, ties kept: each parameter, trained or frozen, as its own rule lays it, as
-            far as that is about its own axes. Trained parameters of a vector, rows that are owned, integers, keys and
-            buffers are whole on each device. A leaf that is no array is as it is.
+            The model in new buffers, with its ties kept. Each parameter, trained or frozen, is sharded along its own
+            axes by its rule. Trained parameters of a vector, owned rows, integers, keys and buffers are whole on each
+            device. Leaves that are not arrays are unchanged.
 
         Raises:
             ValueError: the model does not fit the layout.
@@ -189,7 +191,7 @@ class Plan:
 
     @property
     def replicated(self) -> dict[str, int]:
-        """The parameters, trained or frozen, that are not split, with their bytes on each device; the largest first."""
+        """The bytes of each parameter, trained or frozen, that is whole on each device, by path; the largest first."""
         return self._placement.replicated
 
     def __repr__(self) -> str:
@@ -211,7 +213,7 @@ def plan(
     axis: AxisNames = None,
     batch_axis: AxisNames = None,
 ) -> Plan:
-    """Where each parameter of a model lies on a mesh, by rules over paths.
+    """Decides where each parameter of a model lies on a mesh, by rules over paths.
 
     >>> import jax, jax.numpy as jnp
     >>> from treeparams import sharding
@@ -229,38 +231,41 @@ def plan(
     whole on each device: 2, the largest 'layers.0.b' of 12 bytes
 
     Args:
-        model: a model, one of `jax.ShapeDtypeStruct`s, or a `Layout`. No value is read.
-        mesh: a `jax.sharding.Mesh` or, to look at a plan, an `AbstractMesh`; `None`: JAX's default device alone, a mesh
-            of one with the axis `"data"`.
-        rules: `{where: rule}`; `None`: `{"**": "whole"}`. The first that selects a parameter says how it lies, and one
-            that earlier rules left nothing is an error:
+        model: a model, a model of `jax.ShapeDtypeStruct`s, or a `Layout`. No values are read.
+        mesh: a `jax.sharding.Mesh`, or an `AbstractMesh` to look at a plan. `None` means a mesh of JAX's default device
+            alone, with the axis `"data"`.
+        rules: a dictionary `{where: rule}`; `None` means `{"**": "whole"}`. Each parameter follows the first rule that
+            selects it. A rule for which earlier rules left no parameter is an error. The rules are:
 
-            - `"split"`: over `axis`, a leaf along its first axis that can be divided by the number of devices; a vector
-              in equal parts (it is padded);
-            - `"owned"`: whole rows of a stack on each device, as rules for matrices need (Muon, Adafactor, LAMB);
-            - `"whole"`: on each device;
-            - a `PartitionSpec` over the axes of the leaf. Axes of the mesh other than those of the batch are left to
-              XLA (tensor parallelism).
+            - `"split"`: splits a leaf over `axis`, along its first dimension that the number of devices divides. A
+              vector is padded and split into equal parts.
+            - `"owned"`: gives each device whole rows of a stack, as optimisers for matrices need (Muon, Adafactor,
+              LAMB).
+            - `"whole"`: keeps the whole parameter on each device.
+            - a `PartitionSpec` for the dimensions of the leaf. Mesh axes that are not batch axes are left to XLA
+              (tensor parallelism).
 
-            A tie lies as its source does. Vectors lie by one rule.
+            A tied parameter follows the rule of its source. All parts of a vector follow one rule.
 
-            Rules are for frozen parameters too. Beside a vector these lie as in a tree, and one that no rule selects is
-            whole. Integers, keys and buffers, such as running statistics, are whole whatever rules say.
-        form: in which form the parameters rest: `"tree"` (as `tp.partition`), `"vector"` (`tp.ravel`) or `"stacks"`
-            (`tp.stack`). Stacks that lie in different ways are in groups named after their rules, `{"owned": {key:
-            array}, "whole": {...}}`. The form does not depend on how many devices there are (a vector is padded to a
-            multiple of 128), so that others can read a file that some have saved.
-        axis: the axis of the mesh, or several as a tuple, over which is split; `None`: the only one, or `batch_axis`.
-        batch_axis: along which the batch lies; `None`: `axis`.
+            Rules also apply to frozen parameters. Beside a vector, frozen parameters lie as they would in a tree, and
+            those that no rule selects are whole. Integers, keys and buffers, such as running statistics, are always
+            whole.
+        form: the form in which the parameters are kept between steps: `"tree"` (as `tp.partition` returns), `"vector"`
+            (`tp.ravel`) or `"stacks"` (`tp.stack`). Stacks with different shardings are in groups named after their
+            rules, `{"owned": {key: array}, "whole": {...}}`. The form does not depend on the number of devices (a
+            vector is padded to a multiple of 128), so a file saved on some devices can be read on others.
+        axis: the mesh axis, or a tuple of mesh axes, that parameters are split over. `None` means `batch_axis`, or the
+            only axis of the mesh.
+        batch_axis: the mesh axis or axes that the batch is split over. `None` means `axis`.
 
     Returns:
         The `Plan`.
 
     Raises:
-        ValueError: a trained parameter is matched by no rule; any parameter cannot be divided as its rule says; an
-            alias has another rule than its source; parts of a vector have different rules; `axis` is no axis of the
-            mesh or must be given.
-        TypeError: `mesh` is no mesh, `rules` no dictionary.
+        ValueError: no rule selects a trained parameter; a parameter cannot be divided as its rule says; an alias has
+            another rule than its source; parts of a vector have different rules; `axis` is not an axis of the mesh, or
+            is missing although the mesh has several.
+        TypeError: `mesh` is not a mesh, or `rules` is not a dictionary.
     """
     axes = axes_of(_this_device() if mesh is None else mesh, axis, batch_axis)
     rest = None if isinstance(model, Layout) else take_apart(model, None).rest
@@ -270,14 +275,14 @@ def plan(
     return Plan(placement, rest, (_OF_SHAPES,) * is_of_shapes)
 
 
-_OF_SHAPES = "made of shapes, which do not tell which arrays are one: name ties, tp.layout(shapes, ties={alias: path})"
+_OF_SHAPES = "made from shapes, which do not show ties; name them, tp.layout(shapes, ties={alias: path})"
 
 
 def _this_device() -> Mesh:
-    """A mesh of the device on which JAX puts arrays if nothing else is said."""
+    """Returns a mesh of the one device on which JAX places arrays by default."""
     # Not the first of `jax.devices()`, which may be another one, and over several processes that of another process.
     return Mesh(np.array([*jnp.zeros(()).sharding.device_set]), ("data",))
 
 
 placement_of: Callable[[Plan], Placement] = operator.attrgetter("_placement")
-"""For the other files of this library."""
+"""Returns the `Placement` of a plan; for other files of this library."""

@@ -1,4 +1,4 @@
-"""How a step starts and what it computes, not compiled: the first state, a step, and what is checked on the way."""
+"""The functions `init` and `step` before they are compiled, and the checks that they make."""
 
 import dataclasses
 import math
@@ -28,17 +28,17 @@ from ._update import Update, sharding_of
 
 @dataclasses.dataclass(frozen=True)
 class StepState:
-    """All that `sharding.make_step` keeps beside the parameters, a pytree.
+    """Everything that `sharding.make_step` keeps beside the parameters, as a pytree.
 
     Attributes:
-        rule: the state of the rule, plain Optax.
-        average: the `tp.Ema` of the parameters, in their form; `None` without one. `plan.model(state.average.average,
-            state)` is the averaged model.
-        rest: all of the model but its parameters.
-        layout: a zero under the digest of the plan's layout. So the tree of the state says what it is of, and Orbax,
-            `treeparams.saving` and the step refuse one of other parameters. In a vector, which is padded, these may be
-            as long.
-        model_state: the state that the model changes, such as running statistics; `None` without `has_state=True`.
+        rule: the state of the optimiser, as Optax returns it.
+        average: the `tp.Ema` of the parameters, in their form, or `None`. `plan.model(state.average.average, state)` is
+            the averaged model.
+        rest: the model without its trained parameters.
+        layout: a zero, stored under the digest of the plan's layout. It identifies the parameters that the state
+            belongs to, so the step, `treeparams.saving` and Orbax reject a state of other parameters, even if a padded
+            vector has the same length.
+        model_state: the state that the model changes, such as running statistics. `None` without `has_state=True`.
     """
 
     rule: Any
@@ -54,7 +54,7 @@ jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout", "model_s
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """How a step starts and what it computes: `init` and `step`, not compiled."""
+    """The functions `init` and `step`, not compiled."""
 
     placement: Placement
     setup: Setup
@@ -62,7 +62,7 @@ class Program:
     kept: tuple[PyTree, PyTree]  # what the update keeps, as shapes with their shardings
 
     def init(self, model: Any, model_state: Any = None, *, check_values: bool = False) -> tuple[PyTree, StepState]:
-        """The parameters of a model and the first state, where they are to be."""
+        """Places the parameters of a model on the devices, and makes the first state."""
         self.check_model_state(model_state)
         if jax.process_count() > 1:
             self.compare(model if check_values else None)
@@ -81,7 +81,7 @@ class Program:
         return params, StepState(*kept, rest, mark, model_state)
 
     def compare(self, model: Any) -> None:
-        """Checks that all processes have the same plan and update, and of a model that is given the same values."""
+        """Checks that all processes have the same plan, update and, if a model is given, the same values."""
         agree(self.in_words(), "the plans")
         if not is_shared(self.placement.axes.mesh):
             return
@@ -90,7 +90,7 @@ class Program:
             agree(values_in_words(model), "the values of the models")
 
     def start(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The state that the update keeps, of parameters that are laid over the mesh."""
+        """Makes the state that the update keeps, for parameters that lie on the mesh."""
         if not jtu.tree_leaves(self.kept):
             return self.kept
         shardings = sharding_of(self.kept)
@@ -99,11 +99,11 @@ class Program:
         return jax.jit(begin, keep_unused=True, out_shardings=shardings)(params)
 
     def put(self, batch: PyTree) -> PyTree:
-        """A batch over the devices."""
+        """Places a batch on the devices."""
         return put_batch(batch, self.placement, self.setup.pieces)
 
     def step(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
-        """The next parameters and state, and the value of the loss, with what comes beside it."""
+        """Returns the next parameters and state, and the value of the loss (with its `aux`)."""
         placement = self.placement
         placement.check(params)
         self.check_state(state)
@@ -116,14 +116,14 @@ class Program:
         return params, StepState(after, average, state.rest, state.layout, found.model_state), value
 
     def over(self, mesh: Mesh | AbstractMesh) -> "Program":
-        """The same over a mesh of other devices, with the same axes."""
+        """Returns the same program over a mesh of other devices with the same axes."""
         placement = self.placement.over(mesh)
         setup = dataclasses.replace(self.setup, placement=placement)
         return Program(placement, setup, self.update, shapes_over(self.kept, mesh))
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradient that a device has at its peak: before it is divided, unless it never is whole."""
+        """The bytes of the gradient on a device at their peak: before it is divided, unless it is never whole."""
         axes, found = self.placement.axes, 0
         leaves = jtu.tree_leaves(self.placement.shapes())
         for leaf, size, spec in zip(leaves, self.setup.gradient_itemsizes, self.placement.specs, strict=True):
@@ -133,23 +133,23 @@ class Program:
 
     @property
     def takes_restructure(self) -> bool:
-        """Whether the state holds a `Restructure`, as the loss takes it or as rows that are owned need it."""
+        """Whether the state holds a `Restructure`: because the loss takes one, or because frozen rows are owned."""
         placement = self.placement
         return placement.frozen.are_owned or (self.setup.loss.takes_form and placement.has_restructure)
 
     def check_model_state(self, model_state: Any) -> None:
-        """Checks that a model's state is given where the loss takes one."""
+        """Checks that a model state is given if, and only if, the loss takes one."""
         has_state = self.setup.loss.has_state
         if has_state and model_state is None:
             raise ValueError(
-                "with has_state=True the loss takes the state of the model; give it to init(model, model_state), as "
-                "eqx.nn.make_with_state returns it"
+                "with has_state=True the loss needs the state of the model; pass the one that eqx.nn.make_with_state "
+                "returns to init(model, model_state)"
             )
         if model_state is not None and not has_state:
-            raise ValueError("init was given the state of a model, of which the loss knows nothing: say has_state=True")
+            raise ValueError("init got the state of a model, but its loss takes none; give make_step has_state=True")
 
     def check_state(self, state: object) -> None:
-        """Checks that a state is that of this step."""
+        """Checks that a state belongs to this step."""
         if not isinstance(state, StepState):
             raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
         check_layout(self.placement, state.layout)
@@ -157,12 +157,12 @@ class Program:
         is_alike = described(kept, jnp.shape) == described(self.kept, jnp.shape) and isinstance(state.rest, rest)
         if not is_alike or (state.model_state is not None) != self.setup.loss.has_state:
             raise ValueError(
-                "the state is of another step: its rule, its average, its form or what its loss takes is another; "
-                "start with init(model)"
+                "the state belongs to another step: its rule, its average, its form or the arguments of its loss "
+                "differ; start with init(model)"
             )
 
     def in_words(self) -> str:
-        """All that is the same in all processes."""
+        """Returns a text that must be the same in all processes."""
         kept = [f"state{path}  {spec}" for path, spec in described(self.kept, describe)]
         how = f"split {self.setup.split}, microbatches {self.setup.pieces}, {self.setup.compute.in_words}"
         around = surroundings_in_words(self.placement.axes.mesh)

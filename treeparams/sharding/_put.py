@@ -1,4 +1,4 @@
-"""Arrays laid over a mesh as a plan says, whether they are values, traced or shapes."""
+"""Places arrays on a mesh, whether they are values, traced or shapes."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from .._tree.types import PyTree
 
 
 def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: NamedSharding, is_own: bool = False) -> Any:
-    """An array laid over a mesh, in a buffer of its own (`is_own`: it is in one); a shape gets its sharding."""
+    """Places an array on a mesh, in a new buffer unless `is_own` says it has one; a shape gets its sharding."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         raise ValueError(
-            "a plan over an AbstractMesh is to look at: nothing can lie there; make it with jax.make_mesh, or give "
-            "jax.ShapeDtypeStructs, as of jax.eval_shape, for sharding.ahead"
+            "an AbstractMesh has no devices, so you can only look at a plan over it; make the mesh with jax.make_mesh, "
+            "or pass jax.ShapeDtypeStructs, as jax.eval_shape returns them, for sharding.ahead"
         )
     if isinstance(leaf, Tracer):
         return lay(leaf, sharding)
@@ -38,7 +38,7 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
 
 
 def shapes_over(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """The shapes of arrays that lie over a mesh, as they would lie over another with the same axes."""
+    """Returns the shapes of arrays that lie over a mesh, with their shardings over another with the same axes."""
 
     def shape_of(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):

@@ -1,4 +1,4 @@
-"""Stacks of which each device has a share, for a loss that takes them a layer at a time."""
+"""Stacks of which each device has a share, for a loss that reads them layer by layer."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
@@ -21,28 +21,28 @@ from ._gather import AS_IT_IS, Gathering, Whole
 
 
 class _ShareSource(Source):
-    """A model of which each device has a share of each array in stacks: an array that is cut out is gathered."""
+    """A model of which each device has a share of each stacked array. An array that is read from it is gathered."""
 
     splits: Sequence[Dims]  # of all joined arrays
     of_singles: Sequence[Whole]  # of the frozen arrays that are in no stack
     gathering: Gathering
 
     def single(self, number: int) -> Any:
-        """The value of a leaf that is in no stack, whole."""
+        """Returns the whole value of a leaf that is in no stack."""
         value = super().single(number)
         return self.of_singles[number].of(value, self.gathering) if number < len(self.of_singles) else value
 
     def whole(self, block: int, share: jax.Array, shift: int) -> jax.Array:
-        """The whole of an array that is cut out of a split stack."""
+        """Gathers an array that is cut out of a split stack."""
         return self.gathering.gather(share, self.splits[block], shift, self.blocks[block].dtype)
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
-        """Arrays of these numbers, each whole."""
+        """Returns the arrays with these numbers, each whole."""
         # Without the axis over the rows, the axes of an array stand one earlier than those of the stack.
         return {n: self.whole(block, array, -1) for n, array in super().pick(block, numbers).items()}
 
     def block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-        """The arrays of these numbers, those of each column as one, whole."""
+        """Returns the arrays with these numbers, joined for each column, whole."""
         found = self.rows(number, columns)
         if found is None:
             return super().block(number, columns)  # of what `pick` gathers
@@ -50,10 +50,10 @@ class _ShareSource(Source):
         return pieces(self.whole(number, rows, 1))
 
     def shares(self, number: int, columns: Sequence[tuple[int, ...]]) -> tuple[jax.Array, int, Callable[..., Any]]:
-        """This device's share of these arrays, those of each node as one, with an axis over the nodes.
+        """Returns this device's share of these arrays, joined for each node, with an axis over the nodes.
 
-        And for one node: how its axes lie to those of the stack, as `gather` asks, and a function that cuts it when it
-        is whole.
+        It also returns, for a single node, the `shift` from the axes of the stack to its axes, for `gather`, and a
+        function that cuts the node into arrays when it is whole.
         """
         # One gather for each layer, whatever the number of its arrays in this stack. Where the layers lie one after
         # another, a layer is a span of rows and is cut after it is gathered; one array of each layer needs no axis over
@@ -69,16 +69,16 @@ class _ShareSource(Source):
 
 
 class DeviceShare:
-    """One device's share of stacks, for `restructure` alone: a sum over it would be one over a share, in silence."""
+    """One device's share of stacks, which only `restructure` can open: a sum over it would silently be wrong."""
 
     def __init__(self, stacks: PyTree) -> None:
-        """For this library's own use; a loss with `split="parameters"` is given it."""
+        """For internal use. A loss with `split="parameters"` gets one."""
         self.stacks = stacks
 
     def refuse(self, *_: object) -> Any:
-        """Says how to write it instead."""
+        """Raises an error that says how to get at the parameters."""
         raise TypeError(
-            "parameters are split, and a device has a part of each; take them by the restructure: "
+            "parameters are split, and a device has a part of each; read them through the restructure: "
             'restructure.scan(layer, x, params, "layers.*"), restructure.part(params, "head"), restructure(params)'
         )
 
@@ -90,7 +90,7 @@ jtu.register_pytree_node(DeviceShare, DeviceShare.refuse, DeviceShare.refuse)
 
 
 class ShareRestructure(Restructure[Any]):
-    """A `Restructure` over one device's share of stacks. It gathers the nodes that you ask for, and nothing else."""
+    """A `Restructure` over one device's share of stacks. It gathers only the nodes that you ask for."""
 
     splits: Sequence[Dims]  # of each stack
     of_rest: Sequence[Whole]  # of each of its own leaves, the frozen arrays
@@ -100,19 +100,19 @@ class ShareRestructure(Restructure[Any]):
     def over(
         cls, rest: Restructure[Any], splits: Sequence[Dims], of_rest: Sequence[Whole], gathering: Gathering
     ) -> "ShareRestructure":
-        """That of the shares of stacks, from the one of the shares of frozen arrays."""
+        """Makes one for shares of stacks from the `Restructure` of the shares of frozen arrays."""
         singles, stacks, form, held = halves_of(rest)
         return cls.of_halves((form, held, tuple(splits), tuple(of_rest), gathering), (singles, stacks))
 
     def __call__(self, form: Any) -> Any:
-        """The model, of whole stacks."""
+        """Returns the model, from whole stacks."""
         leaves, treedef = jtu.tree_flatten((self._rest, self._stacks))
         whole = [each.of(leaf, self.gathering) for each, leaf in zip(self.of_rest, leaves, strict=True)]
         rest, stacks = treedef.unflatten(whole)
         return Restructure(rest, self._form, self._held, stacks)(self._whole(form))
 
     def view(self, form: Any) -> View:
-        """Names over whole stacks."""
+        """Returns a view by name of the whole stacks."""
         return super().view(self._whole(form))
 
     def _whole(self, form: DeviceShare) -> PyTree:
@@ -121,14 +121,14 @@ class ShareRestructure(Restructure[Any]):
         return treedef.unflatten([self.gathering.gather(leaf, its, 0, block.dtype) for leaf, its, block in triples])
 
     def halves(self) -> tuple[Any, Any]:
-        """Its arrays, and its static half."""
+        """Returns its arrays, and its static half."""
         return (self._rest, self._stacks), (self._form, self._held, self.splits, self.of_rest, self.gathering)
 
     @classmethod
     def of_halves(
         cls, static: tuple[Form, Form, Sequence[Dims], Sequence[Whole], Gathering], arrays: Sequence[Any]
     ) -> "ShareRestructure":
-        """The inverse of `halves`."""
+        """Inverts `halves`."""
         form, held, splits, of_rest, gathering = static
         restructure = cls(arrays[0], form, held, arrays[1])
         restructure.splits, restructure.of_rest, restructure.gathering = splits, of_rest, gathering
@@ -151,9 +151,9 @@ class ShareRestructure(Restructure[Any]):
     def scan(
         self, step: Callable[..., Any], carry: Any, form: Any, where: Where, xs: PyTree = None, **options: Any
     ) -> tuple[Any, Any]:
-        """As that of `Restructure`: each layer is gathered when its turn comes.
+        """Scans like `Restructure.scan`, but gathers each layer when its turn comes.
 
-        On the way back it is gathered, and computed, once more: so of all layers only their inputs are kept.
+        In the backward pass each layer is gathered and computed again, so only the inputs of the layers are kept.
         """
         source = self._source(form)
         found = alike_nodes(source, where)
@@ -192,7 +192,7 @@ jtu.register_pytree_node(ShareRestructure, ShareRestructure.halves, ShareRestruc
 def divided_rest(
     rest: Restructure[Any], ways: Sequence[Whole], specs: Sequence[PartitionSpec], gathering: Gathering
 ) -> tuple[Restructure[Any], list[Whole]]:
-    """Frozen arrays with rows that are owned divided as those of stacks are, and how each leaf is brought together."""
+    """Divides the owned rows of frozen arrays as those of stacks; returns them, and how each leaf is gathered."""
     leaves, treedef = jtu.tree_flatten(rest)
     _, stacks, _, _ = halves_of(rest)
     first = len(leaves) - len(stacks)

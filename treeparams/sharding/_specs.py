@@ -1,4 +1,4 @@
-"""From rules over paths to where each parameter lies: its rule, checked against its shape and the mesh."""
+"""From rules over paths to the sharding of each parameter, checked against its shape and the mesh."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from .._tree.text import describe, first_lines, quoted
 Rule = str | PartitionSpec
 Rules = Mapping[Any, Rule]
 Matched = tuple[Where, Rule]
-"""The rule of a parameter, after the `where` that it is under."""
+"""The `where` that selects a parameter, and its rule."""
 FormName = Literal["tree", "vector", "stacks"]
 AxisNames = str | Sequence[str] | None
 _WORDS = ("split", "owned", "whole")
 
 
 class Axes(NamedTuple):
-    """The axes of a mesh: over which of them parameters are split, and along which the batch lies."""
+    """The axes of a mesh, which of them parameters are split over, and which the batch is split over."""
 
     mesh: Mesh | AbstractMesh
     split: tuple[str, ...]
@@ -30,40 +30,40 @@ class Axes(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Over how many devices parameters are split."""
+        """The number of devices that parameters are split over."""
         return self.devices_along(self.split)
 
     def devices_along(self, names: Sequence[str]) -> int:
-        """How many devices there are along some axes."""
+        """Returns the number of devices along the given axes."""
         return math.prod(self.mesh.shape[name] for name in names)
 
     @property
     def split_entry(self) -> Any:
-        """The axes as an entry of a `PartitionSpec`."""
+        """The axes that parameters are split over, as an entry of a `PartitionSpec`."""
         return self.split[0] if len(self.split) == 1 else self.split
 
     def by_hand(self, spec: PartitionSpec) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """The axes of an array that are split along the batch, and so are gathered explicitly, with those of the mesh.
+        """Returns the axes of an array that are split along the batch, each with its axes of the mesh.
 
-        A split along other axes of the mesh is left to XLA.
+        These are gathered explicitly. Splits along other axes of the mesh are left to XLA.
         """
         entries = enumerate(map(names_in, spec))
         return tuple([(dim, names) for dim, names in entries if names and names[0] in self.batch])
 
     def along_batch(self, spec: PartitionSpec) -> PartitionSpec:
-        """The spec of an array along these axes alone."""
+        """Returns a spec without its entries that are not along the batch axes."""
         by_hand = {dim for dim, _ in self.by_hand(spec)}
         return PartitionSpec(*[entry if dim in by_hand else None for dim, entry in enumerate(spec)])
 
 
 def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -> Axes:
-    """The axes, checked."""
+    """Checks the axes that a user chose, and returns them."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(f'expected a mesh, such as jax.make_mesh((8,), ("data",)), got {describe(mesh)}')
     given = {"axis": axis, "batch_axis": batch_axis}
     for name, value in given.items():
         if not (value is None or isinstance(value, str) or all(isinstance(each, str) for each in _sequence(value))):
-            raise TypeError(f"{name} is the name of an axis of the mesh, or a tuple of names, got {value!r}")
+            raise TypeError(f"{name} must be the name of an axis of the mesh, or a tuple of names, got {value!r}")
     found = {name: names_in(value) for name, value in given.items()}
     for name, names in found.items():
         unknown = [each for each in names if each not in mesh.axis_names]
@@ -73,16 +73,16 @@ def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -
     if not split and not batch:
         if len(mesh.axis_names) > 1:
             raise ValueError(
-                f"the mesh has the axes {quoted(mesh.axis_names)}: say with axis= over which of them parameters are "
-                "split, and with batch_axis= along which the batch lies, if that is not the same"
+                f"the mesh has the axes {quoted(mesh.axis_names)}: name with axis= those to split parameters over, and "
+                "with batch_axis= those to split the batch over, if they differ"
             )
         split = tuple(mesh.axis_names)
     split, batch = split or batch, batch or split
     if not set(split) <= set(batch):
         raise ValueError(
-            f"axis={axis!r}, and the batch lies along {batch_axis!r}: devices along an axis without examples of their "
-            "own would all compute the same. Let batch_axis name it too; for tensor parallelism write a PartitionSpec "
-            "as the rule, which XLA sees to"
+            f"axis={axis!r}, but the batch is split over {batch_axis!r}: devices along an axis that does not split the "
+            "batch would all compute the same. Name it in batch_axis too; for tensor parallelism, which XLA does, "
+            "write a PartitionSpec as the rule"
         )
     _check_types(mesh, batch)
     return Axes(mesh, split, batch)
@@ -92,19 +92,19 @@ _ONE_TYPE = "make all of them automatic, jax.make_mesh(sizes, names, axis_types=
 
 
 def _check_types(mesh: Mesh | AbstractMesh, batch: Sequence[str]) -> None:
-    """Refuses meshes over which JAX cannot lay parameters by their types."""
+    """Rejects meshes whose axis types do not let JAX place parameters."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = [name for name, its in types.items() if its == AxisType.Manual]
     if manual:
         raise ValueError(
-            f"the axes {quoted(manual)} of the mesh are manual, as inside of jax.shard_map; a plan is made outside of "
-            f"it: {_ONE_TYPE}"
+            f"the axes {quoted(manual)} of the mesh are manual, as inside jax.shard_map; make the plan outside of it: "
+            f"{_ONE_TYPE}"
         )
     automatic = [name for name in batch if types[name] == AxisType.Auto]
     if automatic and AxisType.Explicit in types.values():
         raise ValueError(
             f"the mesh has explicit axes, and {quoted(automatic)}, over which parameters or the batch are split, is "
-            f"automatic; JAX lays no array over both: {_ONE_TYPE}"
+            f"automatic; JAX splits no array over both: {_ONE_TYPE}"
         )
 
 
@@ -113,30 +113,30 @@ def _sequence(value: object) -> Sequence[Any]:
 
 
 def names_in(entry: AxisNames) -> tuple[str, ...]:
-    """The axes of the mesh in one entry of a `PartitionSpec`."""
+    """Returns the axes of the mesh in one entry of a `PartitionSpec`."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def names_of(spec: PartitionSpec) -> tuple[str, ...]:
-    """The axes of the mesh in all of a `PartitionSpec`."""
+    """Returns the axes of the mesh in all entries of a `PartitionSpec`."""
     return tuple([name for entry in spec for name in names_in(entry)])
 
 
 def check_rules(rules: Rules, axes: Axes) -> None:
-    """Checks rules by themselves, whatever they are for."""
+    """Checks rules without regard to the parameters that they select."""
     if not isinstance(rules, Mapping):
-        raise TypeError(f'rules is a dictionary {{where: rule}}, such as {{"**": "split"}}, got {describe(rules)}')
+        raise TypeError(f'rules must be a dictionary {{where: rule}}, such as {{"**": "split"}}, got {describe(rules)}')
     for where, rule in rules.items():
         if rule not in _WORDS if isinstance(rule, str) else not isinstance(rule, PartitionSpec):
-            raise ValueError(f'{name_of(where)}: a rule is "split", "owned", "whole" or a PartitionSpec, got {rule!r}')
+            raise ValueError(f'{name_of(where)}: expected "split", "owned", "whole" or a PartitionSpec, got {rule!r}')
         if isinstance(rule, PartitionSpec) and (problem := next(_problems(rule, axes), "")):
             raise ValueError(f"{name_of(where)}, {as_text(rule)}: {problem}")
 
 
 def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
-    """The problems of a spec over these axes, whichever arrays lie by it."""
+    """Yields the problems of a spec over these axes, whichever arrays it is for."""
     if any(not isinstance(name, str) for entry in spec if entry is not None for name in _sequence(entry)):
-        yield "its entries are None, the name of an axis of the mesh, or a tuple of names"
+        yield "its entries must be None, the name of an axis of the mesh, or a tuple of names"
         return
     used = names_of(spec)
     unknown = [name for name in used if name not in axes.mesh.axis_names]
@@ -147,14 +147,14 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
         name = next(name for name, its in types.items() if its == AxisType.Auto)
         yield f"the mesh has explicit axes, and {name!r} is automatic; {_ONE_TYPE}"
     if len(set(used)) < len(used):
-        yield "an axis of the mesh stands in the spec twice"
+        yield "the spec names an axis of the mesh twice"
     for dim, entry in enumerate(spec):
         if len({name in axes.batch for name in names_in(entry)}) > 1:
             yield f"axis {dim} is split along the batch and along another axis of the mesh at once"
 
 
 class Lying(NamedTuple):
-    """How one parameter lies."""
+    """How one parameter is sharded."""
 
     spec: PartitionSpec  # of its own axes
     words: str
@@ -163,23 +163,23 @@ class Lying(NamedTuple):
 
 
 def matches(index: Index, rules: Rules, frozen: frozenset[int]) -> dict[int, Matched]:
-    """The rule of each leaf that is selected by any, and the `where` that it is under. All slots are.
+    """Returns the rule of each leaf that a rule selects, with its `where`. Each slot must be selected.
 
-    `frozen`: the leaves of frozen parameters for which a rule may be.
+    `frozen` are the leaves of frozen parameters that a rule may select.
     """
     items, paths = list(rules.items()), index.structure.paths
     found = first_entries(index, list(rules), asked=frozen.union(index.positions))
     missing = [repr(paths[leaf]) for leaf in index.positions if leaf not in found]
     if missing:
         raise ValueError(
-            f"no rule matches\n{first_lines(missing)}\nadd one for what is left, as the last: "
-            '{..., "**": "split"}, or "whole" for what is small'
+            f"no rule matches\n{first_lines(missing)}\nadd a last rule for all other parameters: "
+            '{..., "**": "split"}, or "whole" if they are small'
         )
     return {leaf: items[number] for leaf, number in found.items()}
 
 
 def devices_by(rules: Sequence[Rule], axes: Axes) -> int:
-    """Over how many devices these rules split, along all axes of the mesh that they name."""
+    """Returns the number of devices that these rules split over, along all axes of the mesh that they name."""
     words = {"split": axes.split, "owned": axes.split, "whole": ()}
     names = {name for rule in rules for name in (words[rule] if isinstance(rule, str) else names_of(rule))}
     return axes.devices_along(sorted(names))
@@ -188,7 +188,7 @@ def devices_by(rules: Sequence[Rule], axes: Axes) -> int:
 def specs_of(
     form: Form, slots: Sequence[Slot], matched: Sequence[Matched], axes: Axes, name: str
 ) -> list[PartitionSpec]:
-    """How each block of a form lies, by the rules of its slots. `name`: of the form, as users call it."""
+    """Returns the spec of each block of a form, by the rules of its slots; `name` is the form, as users call it."""
     specs, wrong = list[PartitionSpec](), dict[int, str]()
     for block, members, is_stack in zip(form.blocks, form.members, stacked_leaves(form.shapes()), strict=True):
         rule = _one_rule([(slots[slot].path, matched[slot][1]) for slot in members])
@@ -204,35 +204,35 @@ def specs_of(
 
 
 def stack_spec(row: PartitionSpec, is_owned: bool, axes: Axes) -> PartitionSpec:
-    """The spec of a stack, from that of its rows."""
+    """Returns the spec of a stack from that of its rows."""
     return spec_of([axes.split_entry if is_owned else None, *row])
 
 
 def misfit_in_words(slot: Slot, where: Where, problem: str, who: str | None = None) -> str:
-    """A line on a parameter, or on the array that it is in, that cannot lie as its rule says."""
+    """Returns a line about a parameter, or the array that it is in, that its rule does not fit."""
     return f"{who or f'{slot.path!r} ({describe(slot)})'}, by {name_of(where)}: {problem}"
 
 
 def refuse(wrong: Sequence[str]) -> None:
-    """Refuses what cannot lie as the rules say, if there is any: a line for each."""
+    """Raises an error with these lines about parameters that their rules do not fit, if there are any."""
     if wrong:
-        raise ValueError(f"not everything can lie as the rules say:\n{first_lines(dict.fromkeys(wrong))}")
+        raise ValueError(f"some parameters do not fit their rules:\n{first_lines(dict.fromkeys(wrong))}")
 
 
 def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
-    """The rule of all that lies in one array, of the path and rule of each."""
+    """Returns the rule that all members of one array share, from the path and rule of each."""
     rule = members[0][1] if members else "whole"
     other = next((each for each in members if group_of(each[1]) != group_of(rule)), None)
     if other is not None:
         raise ValueError(
-            f"one vector lies in one way, but {members[0][0]!r} is {rule!r} and {other[0]!r} is {other[1]!r}; give "
-            'all of it one rule, or take form="stacks"'
+            f"all parts of a vector need the same rule, but {members[0][0]!r} has {rule!r} and {other[0]!r} has "
+            f'{other[1]!r}; give all of them one rule, or use form="stacks"'
         )
     return rule
 
 
 def checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, PartitionSpec]:
-    """The problem of a rule for an array, or for one of so many rows of a stack; and its spec."""
+    """Returns the problem of a rule for an array, or for one of `rows` rows of a stack, and the spec."""
     whole, devices, size = PartitionSpec(), axes.devices, math.prod(shape)
     if isinstance(rule, PartitionSpec):
         return _misfit(rule, shape, axes), rule if size else whole
@@ -252,15 +252,15 @@ def checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, na
 
 
 def first_divided(shape: tuple[int, ...], axes: Axes) -> PartitionSpec | None:
-    """The spec of an array that is split along the first axis that can be divided; `None` where none can."""
+    """Returns the spec that splits an array along its first axis that can be divided, or `None`."""
     axis = next((axis for axis, each in enumerate(shape) if each % axes.devices == 0), None)
     return None if axis is None else PartitionSpec(*[None] * axis, axes.split_entry)
 
 
 def _not_owned(rows: int | None, devices: int, can_split: bool, name: str) -> str:
-    """Why rows cannot be owned by devices; the empty text if they can."""
+    """Returns why devices cannot own rows; an empty text if they can."""
     if rows is None:
-        return f'"owned" is of rows of stacks; write form="stacks", or "split" in a {name}'
+        return f'"owned" is for rows of stacks; write form="stacks", or "split" in a {name}'
     if rows % devices == 0:
         return ""
     instead = '"split", which divides each row, or "whole"' if can_split else '"whole"'
@@ -269,7 +269,7 @@ def _not_owned(rows: int | None, devices: int, can_split: bool, name: str) -> st
 
 
 def _misfit(spec: PartitionSpec, shape: tuple[int, ...], axes: Axes) -> str:
-    """Why an array of this shape cannot lie by a spec; the empty text if it can."""
+    """Returns why an array of this shape cannot be sharded by a spec; an empty text if it can."""
     if len(spec) > len(shape):
         return f"the spec has {len(spec)} entries, the array {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s"
     for dim, devices in enumerate(map(axes.devices_along, map(names_in, spec))):
@@ -279,7 +279,7 @@ def _misfit(spec: PartitionSpec, shape: tuple[int, ...], axes: Axes) -> str:
 
 
 def group_of(rule: Rule) -> str:
-    """The name of the group of parameters that lie by a rule."""
+    """Returns the name of the group of parameters with this rule."""
     if isinstance(rule, str):
         return rule
     spec = spec_of([*rule])
@@ -287,19 +287,19 @@ def group_of(rule: Rule) -> str:
 
 
 def spec_of(entries: Sequence[Any]) -> PartitionSpec:
-    """The spec with these entries; arrays that lie alike have equal ones."""
+    """Returns the spec with these entries, without `None` at the end, so that equal shardings have equal specs."""
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return PartitionSpec(*entries)
 
 
 def is_spec(node: object) -> bool:
-    """Whether a node of a tree is a spec, which is no leaf in all versions of JAX."""
+    """Returns whether a node of a tree is a spec. Some versions of JAX do not treat specs as leaves."""
     return isinstance(node, PartitionSpec)
 
 
 def as_text(spec: PartitionSpec) -> str:
-    """A spec in words that are the same in all versions of JAX.
+    """Formats a spec in the same way for all versions of JAX.
 
     >>> as_text(PartitionSpec(None, "data"))
     "P(None, 'data')"

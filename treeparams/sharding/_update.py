@@ -1,4 +1,4 @@
-"""The update of a step: of parameters by gradients, with the state of a rule and an average."""
+"""The update of a step: changes parameters by gradients, with the state of a rule and an average."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from ..optim._state import ModelTransformation, extended, nodes_of, settled, ste
 from ..optim._step import added
 
 Average = float | Callable[[Any], Ema[Any]]
-"""A decay, or what makes the average of parameters."""
+"""A decay, or a function that makes the average of parameters."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,24 +36,24 @@ class Update:
 
     @classmethod
     def of(cls, tx: Any, layout: Layout, form: Form, average: Average | None = None) -> "Update":
-        """Of a rule over a form of a model, and of the user's words on the average."""
+        """Makes the update from an Optax optimiser, a form of a model, and the user's option for the average."""
         if isinstance(tx, ModelTransformation):
             raise ValueError(
-                "expected plain Optax, got a transformation over models; the plan's layout says what trains, and its "
-                "form how it rests: pass what is within it, such as optax.adam(1e-3)"
+                "expected an Optax optimiser, got a transformation over whole models; the plan's layout already says "
+                "which parameters train: pass the optimiser inside it, such as optax.adam(1e-3)"
             )
         by_parameter = functools.partial(spread, index_of(layout), layout, form)
         return cls(extended(tx), form, by_parameter, None if average is None else ema_maker(average))
 
     def start(self, params: PyTree) -> tuple[PyTree, Ema[Any] | None]:
-        """The state of the rule, and the average."""
+        """Returns the first state of the rule, and the average."""
         state = settled(self.rule.init(params))
         return state, None if self.make_average is None else self.make_average(params)
 
     def step(
         self, params: PyTree, gradients: PyTree, state: PyTree, average: Ema[Any] | None, value: jax.Array
     ) -> tuple[PyTree, PyTree, Ema[Any] | None]:
-        """The next parameters, state and average, of gradients in JAX's convention."""
+        """Returns the next parameters, state and average, from gradients in JAX's convention."""
         before = told(state, self.by_parameter)
         updates, after = self.rule.update(jax.tree.map(jnp.conj, gradients), before, params, value=value)
         leaves, treedef = jtu.tree_flatten(params)
@@ -65,7 +65,7 @@ class Update:
         return params, steady(told(after, None), state), None if average is None else average.update(params)
 
     def _copies(self, state: PyTree) -> dict[int, jax.Array]:
-        """The wide copy of each array of the parameters that `optim.master` keeps one of."""
+        """Returns the wide copy of each array of the parameters that `optim.master` keeps one for."""
         if not nodes_of(MasterState, state):
             return {}
         blocks = {tuple([self.form.paths[slot] for slot in slots]): i for i, slots in enumerate(self.form.members)}
@@ -74,7 +74,7 @@ class Update:
 
 
 def ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
-    """A function that makes an average of parameters."""
+    """Returns a function that makes an average of parameters."""
 
     def make(params: PyTree) -> Ema[Any]:
         made = average(params) if callable(average) else Ema(params, average)
@@ -83,7 +83,7 @@ def ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
         return made
 
     expected = (
-        "average is a decay, such as 0.999, or makes a tp.Ema of parameters, such as "
+        "average must be a decay, such as 0.999, or a function that makes a tp.Ema of parameters, such as "
         "functools.partial(tp.Ema, decay=0.999, warmup=True)"
     )
     is_decay = isinstance(average, (int, float, np.floating)) and not isinstance(average, bool)
@@ -93,5 +93,5 @@ def ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
 
 
 def sharding_of(shapes: PyTree) -> PyTree:
-    """The sharding of each."""
+    """Returns the sharding of each shape."""
     return jax.tree.map(lambda shape: shape.sharding, shapes)

@@ -1,4 +1,4 @@
-"""How much a compiled program moves between devices, read from its text."""
+"""collectives: counts the bytes that a compiled program moves between devices, from its text."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ _KINDS = (
 
 
 class Collective(NamedTuple):
-    """Collectives of one kind and size: for how many bytes each counts, and how often one run has them."""
+    """Collectives of one kind and size: the bytes that each counts for, and how many there are in one run."""
 
     kind: str
     bytes: int
@@ -37,18 +37,18 @@ class Collective(NamedTuple):
 
     @property
     def total(self) -> int | None:
-        """Bytes per run."""
+        """The bytes per run; `None` if `times` is not known."""
         return total([(self.times, self.bytes)])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Collectives:
-    """How much one run of a compiled program moves between devices; made by `sharding.collectives`. Prints as a table.
+    """The bytes that one run of a program moves between devices, made by `sharding.collectives`. Prints as a table.
 
     Attributes:
-        rows: one per kind, size and axes, with `.kind`, `.bytes` of each, `.times` per run, `.total`, and `.axes` if a
-            mesh was given; the largest first.
-        notes: the questions that the counts leave open.
+        rows: one row for each kind, size and axes, the largest first. Each has a `.kind`, the `.bytes` of one
+            collective, how many `.times` it runs, the `.total` and, if you gave a mesh, `.axes`.
+        notes: sentences about counts that are uncertain.
     """
 
     rows: tuple[Collective, ...]
@@ -56,25 +56,25 @@ class Collectives:
 
     @property
     def bytes(self) -> int | None:
-        """Bytes per run; `None` if there is a loop whose number of rounds is not known."""
+        """The bytes per run; `None` if the number of rounds of some loop is not known."""
         return total((1, row.total) for row in self.rows)
 
     @property
     def over(self) -> Mapping[tuple[str, ...], int | None]:
-        """Bytes per run between the devices along each axis of the mesh, or along several together; the most first.
+        """The bytes per run along each axis of the mesh, or along several axes together; the largest first.
 
         Raises:
-            ValueError: no mesh was given.
+            ValueError: you gave no mesh.
         """
         found: dict[tuple[str, ...], int | None] = {}
         for row in self.rows:
             if row.axes is None:
-                raise ValueError("which axes it is depends on the mesh: sharding.collectives(compiled, mesh=mesh)")
+                raise ValueError("the axes depend on the mesh; pass it: sharding.collectives(compiled, mesh=mesh)")
             found[row.axes] = total([(found.get(row.axes, 0), 1), (row.total, 1)])
         return dict(sorted(found.items(), key=lambda item: (item[1] is not None, -(item[1] or 0))))
 
     def count(self, kind: str | None = None) -> int | None:
-        """How many there are per run, of one kind or in all; `None` if some are within a loop of unknown length.
+        """Counts the collectives of one run, of one kind or of all; `None` if some are in a loop of unknown length.
 
         Raises:
             ValueError: there is no such kind.
@@ -90,7 +90,7 @@ class Collectives:
         return as_html(self.blocks())
 
     def blocks(self) -> list[Table | str]:
-        """The table and the lines below it."""
+        """Returns the table and the lines below it."""
         rows = [
             [row.kind, _if_known(row.times), in_bytes(row.bytes), _if_known(row.total, in_bytes)] for row in self.rows
         ]
@@ -111,7 +111,7 @@ def _if_known(number: int | None, say: Callable[[int], str] = "{:,}".format) -> 
 def collectives(
     compiled: jax.stages.Compiled | str, *, ignore: int = 64, mesh: Mesh | AbstractMesh | None = None
 ) -> Collectives:
-    """Counts the bytes that one run of a compiled program moves between devices, each way.
+    """Counts the bytes that one run of a compiled program moves between devices, and how.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -125,24 +125,24 @@ def collectives(
     <BLANKLINE>
     total           3              24.0 kB
 
-    The bytes are those of one device: of an all-gather its result, of a reduce-scatter its operand, of an all-reduce,
-    which is both in one, twice its operand, of all others their operand; times the rounds of all loops around it. The
-    compiler's own program is counted: on CPU it widens narrow floats, say, and a collective among groups of one
-    device, which moves nothing, is left out.
+    The bytes are those of one device: for an all-gather its result, for a reduce-scatter its operand, for an
+    all-reduce, which does both, twice its operand, and for any other collective its operand; each times the rounds of
+    all loops around it. The count is of the program that the compiler made. On CPU, for example, the compiler widens
+    narrow floats. A collective among groups of one device moves nothing and is not counted.
 
     Args:
-        compiled: the result of `jax.jit(f).lower(...).compile()`; arguments may be `jax.ShapeDtypeStruct`s. Or the text
-            of such a program, `compiled.as_text()`.
-        ignore: a collective that counts for at most this many bytes is left out: the loss, a norm.
-        mesh: the mesh of the program: `axes` of each row then says between devices along which of its axes is moved.
+        compiled: the result of `jax.jit(f).lower(...).compile()`, whose arguments may be `jax.ShapeDtypeStruct`s; or
+            the text of such a program, `compiled.as_text()`.
+        ignore: leaves out collectives that count for at most this many bytes, such as those of the loss or a norm.
+        mesh: the mesh of the program. With it, `axes` of each row names the axes of the mesh that the data moves along.
 
     Returns:
-        `Collectives`, which print as a table. A loop that runs until some value is reached has no count:
-        `None`, printed as "unknown". Of a conditional, the branch that moves most is counted.
+        `Collectives`, which print as a table. Collectives in a loop whose number of rounds depends on values have no
+        count: you get `None`, printed as "unknown". Of a conditional, the branch that moves most counts.
 
     Raises:
-        TypeError: `compiled` is no compiled program.
-        ValueError: the text is not that of a compiled program; `ignore` is no number of bytes.
+        TypeError: `compiled` is not a compiled program.
+        ValueError: the text is not that of a compiled program, or `ignore` is not a number of bytes.
     """
     count_of("ignore", ignore, "bytes", least=0)
     text = compiled if isinstance(compiled, str) else None
@@ -168,7 +168,7 @@ _Key = tuple[str, int, tuple[str, ...] | None]  # kind, bytes, axes
 def _moved_by(
     ignore: int, mesh: Mesh | AbstractMesh | None, name: str, operation: Operation, beside: Computation
 ) -> dict[_Key, int | None]:
-    """The collective that an operation is, if it is one."""
+    """Returns the collective that an operation is, or nothing."""
     kind = collective_of(name, operation, beside)
     if kind is None or moves_nothing(operation.attributes):
         return {}
@@ -178,7 +178,7 @@ def _moved_by(
 
 
 def collective_of(name: str, operation: Operation, beside: Computation) -> str | None:
-    """The kind of collective that an operation in a computation of this name starts; `None` if it starts none."""
+    """Returns the kind of collective that an operation of the computation `name` starts, or `None`."""
     kind = operation.kind.removesuffix("-start")
     if kind not in _KINDS:
         return None
@@ -193,9 +193,9 @@ def collective_of(name: str, operation: Operation, beside: Computation) -> str |
 
 
 def gathered_at_once(text: Text) -> int:
-    """The bytes that the all-gathers of a program make, those of a loop in one of its rounds.
+    """Returns the bytes that the all-gathers of a program make; those in a loop count for one round.
 
-    Of several loops, one after another, each counts.
+    If several loops follow one another, each counts.
     """
 
     def made(name: str, operation: Operation, beside: Computation) -> Counts:
@@ -211,7 +211,7 @@ def _weight_of_one(counts: Counts) -> float:
 
 
 def _counted(kind: str, operation: Operation, beside: Computation) -> int:
-    """For how many bytes a collective counts."""
+    """Returns the bytes that a collective counts for."""
     # The sliced permute and the ragged exchange also name where to write, and offsets.
     first = kind == "ragged-all-to-all" or "slice_sizes=" in operation.attributes
     names = operation.operands[:1] if first else operation.operands

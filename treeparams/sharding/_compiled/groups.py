@@ -1,8 +1,8 @@
-"""Between which devices a collective moves: its groups, and the axes of the mesh that they are along.
+"""The devices that a collective connects: its groups, and the axes of the mesh that they lie along.
 
-XLA numbers the devices as they lie in the mesh, row by row. It writes groups of these numbers in four ways:
+XLA numbers the devices in the order of the mesh, row by row. It writes groups of these numbers in four ways:
 
-    replica_groups={{0,1},{2,3}}                       each group by itself
+    replica_groups={{0,1},{2,3}}                       each group listed
     replica_groups=[2,2]<=[2,2]T(1,0)                  2 groups of 2: 0, ..., 3 as 2 x 2, transposed, cut into rows
     replica_groups=mesh['a'=2,'b'=2] {'b'}             along an axis of a mesh, whose names are not those of the user
     source_target_pairs={{0,1},{1,0}}                  of a permute: who sends to whom
@@ -23,7 +23,7 @@ _AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\((\d+)\)(\d+))?")  # 'a'=4; of a part 
 
 @functools.lru_cache(maxsize=1024)
 def groups_in(attributes: str) -> tuple[tuple[int, ...], ...] | None:
-    """The groups of devices of a collective, or its pairs; `None`: all devices are one group, or it is not written.
+    """Returns the groups of devices of a collective, or its pairs; `None` for one group of all, or if none are written.
 
     >>> groups_in("replica_groups=[2,2]<=[2,2]T(1,0)"), groups_in("replica_groups=mesh['a'=2,'b'=2] {'b'}")
     (((0, 2), (1, 3)), ((0, 1), (2, 3)))
@@ -46,7 +46,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _along(sizes: dict[str, int], named: str) -> np.ndarray:
-    """The groups along some axes of a mesh of these sizes."""
+    """Returns the groups along some axes of a mesh of these sizes."""
     shape, within, at = list[int](), list[int](), 0
     parts = {name: (int(before), int(size)) if size else None for name, _, before, size in _AXIS.findall(named)}
     for name, size in sizes.items():
@@ -61,13 +61,13 @@ def _along(sizes: dict[str, int], named: str) -> np.ndarray:
 
 
 def moves_nothing(attributes: str) -> bool:
-    """Whether each device is a group of its own, or sends to itself."""
+    """Returns whether each device is the only one in its group, or sends to itself."""
     groups = groups_in(attributes)
     return groups is not None and all(len(set(group)) == 1 for group in groups)
 
 
 def axes_in(attributes: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes of a mesh along which the devices of a group differ."""
+    """Returns the axes of a mesh along which the devices of a group differ."""
     shape = tuple(mesh.shape.values())
     groups = groups_in(attributes) or (tuple(range(math.prod(shape))),)
     differs = np.zeros(len(shape), bool)

@@ -1,12 +1,12 @@
-"""The text of a compiled program, parsed.
+"""Parses the text of a compiled program.
 
-XLA writes a compiled program as computations, each a list of operations; one operation is one line:
+XLA writes a compiled program as computations, each a list of operations, with one operation on each line:
 
     %name = f32[64,32]{1,0} all-gather(%operand), replica_groups={{0,1,2,3}}, dimensions={0}
 
-A loop, a branch or a fusion names the computations that it runs, so what one run moves or computes is a sum over the
-computations from the entry downwards, with the rounds of each loop as factors. Text is all there is: JAX has no other
-public view of a compiled program, and the jaxpr is none, since XLA adds, joins, moves and removes operations.
+A loop, a branch or a fusion names the computations that it runs. So the bytes or operations of one run are a sum over
+the computations from the entry downwards, with the rounds of each loop as factors. JAX has no other public view of a
+compiled program. The jaxpr does not help, since XLA adds, joins, moves and removes operations.
 """
 
 import math
@@ -36,14 +36,14 @@ Computation = Mapping[str, Operation]
 
 
 class Text(NamedTuple):
-    """A program: the operations of each computation by name, and which computation is run first."""
+    """A program: the operations of each computation by name, and the name of the computation that runs first."""
 
     computations: Mapping[str, Computation]
     entry: str
 
     @classmethod
     def of(cls, text: str) -> "Text":
-        """Of what `compiled.as_text()` returns."""
+        """Parses the result of `compiled.as_text()`."""
         computations: dict[str, dict[str, Operation]] = {}
         entry, current = None, {}
         for line in text.splitlines():
@@ -56,13 +56,13 @@ class Text(NamedTuple):
                 current[name] = Operation(kind, result, tuple(_operands(rest[:end])), rest[end:], bool(root))
         if entry is None:
             raise ValueError(
-                "expected the text of a compiled program, as of compiled.as_text(); it has no ENTRY computation"
+                "expected the text of a compiled program, such as compiled.as_text(); it has no ENTRY computation"
             )
         return cls(computations, entry)
 
 
 def _end(text: str) -> int:
-    """Where the bracket is closed that was open before this text."""
+    """Returns the position of the bracket that closes the one opened before this text."""
     depth = 1
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -72,7 +72,7 @@ def _end(text: str) -> int:
 
 
 def _operands(text: str) -> Iterator[str]:
-    """The names in `%a, f32[2,3]{1,0} %b, (f32[], s32[]) %c`: some versions write their types, some a `%`."""
+    """Yields the names in `%a, f32[2,3]{1,0} %b, (f32[], s32[]) %c`. Some versions write types, some write `%`."""
     # The pattern takes the innermost brackets away, those that hold no others; so again, until none are left.
     before = ""
     while before != text:
@@ -83,17 +83,17 @@ def _operands(text: str) -> Iterator[str]:
 
 
 def names(pattern: re.Pattern[str], attributes: str) -> list[str]:
-    """The names after these words, one or in braces."""
+    """Returns the names after these words: one name, or several in braces."""
     return [name for found in pattern.findall(attributes) for name in re.findall(r"[\w.\-]+", found)]
 
 
 def shapes_in(types: str) -> list[tuple[int, ...]]:
-    """The shapes of an array, or of a tuple's arrays, from the text of its type."""
+    """Returns the shapes of an array, or of a tuple's arrays, from the text of its type."""
     return [_sizes(dimensions) for _, dimensions in _ARRAY.findall(types)]
 
 
 def bytes_in(types: str) -> int:
-    """The size of an array, or of a tuple's arrays together, from the text of its type.
+    """Returns the bytes of an array, or of a tuple's arrays together, from the text of its type.
 
     >>> bytes_in("(f32[64,32]{1,0}, pred[3], s4[6], f8e4m3fn[2], c64[], token[])")
     8208

@@ -1,4 +1,4 @@
-"""How often a loop of a compiled program runs."""
+"""Finds how often a loop of a compiled program runs."""
 
 import re
 from typing import NamedTuple
@@ -11,7 +11,7 @@ _DIRECTION = re.compile(r"\bdirection=(\w+)")
 
 
 class _Carried(NamedTuple):
-    """An element of what a loop carries, plus a number; `element` is none of all of it."""
+    """An element of the tuple that a loop carries, plus a number. `element` is `None` for the whole tuple."""
 
     element: int | None
     plus: int = 0
@@ -31,10 +31,10 @@ _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
 def trips_of(text: Text, loop: Operation, beside: Computation) -> int | None:
-    """How often the body of a loop runs; `None` if that depends on values.
+    """Returns how often the body of a loop runs; `None` if that depends on values.
 
-    Some compilers write it beside the loop. Those of TPU do not, so there it is read from the condition, `element i <
-    limit`, from what the body adds to this element, and from the constant that it starts with.
+    Some compilers write this number beside the loop. The TPU compiler does not. There it is derived from the condition,
+    `element i < limit`, from the number that the body adds to this element, and from the constant that it starts with.
     """
     if known := _TRIPS.search(loop.attributes):
         return int(known[1])
@@ -52,7 +52,7 @@ def trips_of(text: Text, loop: Operation, beside: Computation) -> int | None:
         return None
 
     def changed(element: int | None) -> tuple[_Value, _Value]:
-        """What an element starts as, and what it is after a round."""
+        """Returns the first value of an element, and its value after a round."""
         return (
             _element(text, start, beside, (), element),
             _element(text, after, called["body"], (_Carried(None),), element),
@@ -71,7 +71,7 @@ def trips_of(text: Text, loop: Operation, beside: Computation) -> int | None:
 
 
 def _rounds(start: int, step: int, limit: int, direction: str) -> int | None:
-    """How often a counter is on the right side of a limit.
+    """Returns how often a counter is on the right side of a limit.
 
     >>> _rounds(0, 1, 6, "LT"), _rounds(2, 3, 20, "LT"), _rounds(5, -1, 0, "GE"), _rounds(0, 0, 6, "LT")
     (6, 6, 6, None)
@@ -92,7 +92,7 @@ def _value_of_root(text: Text, computation: Computation, arguments: tuple[_Value
 
 
 def _value(text: Text, name: str, beside: Computation, arguments: tuple[_Value, ...]) -> _Value:
-    """What an operation yields, as far as that is a number, or carried, or a comparison of such."""
+    """Returns the result of an operation if it is a number, a carried element or a comparison of these."""
     operation = beside.get(name)
     if operation is None:
         return None
@@ -125,7 +125,7 @@ def _value(text: Text, name: str, beside: Computation, arguments: tuple[_Value, 
 def _element(
     text: Text, whole: Operation | None, beside: Computation, arguments: tuple[_Value, ...], number: int | None
 ) -> _Value:
-    """An element of a tuple."""
+    """Returns an element of a tuple."""
     if whole is None or number is None:
         return None
     if whole.kind == "tuple":

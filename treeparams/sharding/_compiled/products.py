@@ -1,6 +1,6 @@
-"""How much a compiled program computes: the operations of its products of matrices and its convolutions.
+"""Counts the operations of the matrix products and convolutions of a compiled program.
 
-XLA's own `cost_analysis` counts the body of a loop once, however often it runs, and so is of no use for a model that
+XLA's own `cost_analysis` counts the body of a loop once, however often it runs, so it does not help for a model that
 scans over its layers.
 """
 
@@ -17,9 +17,9 @@ _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 
 
 def flops_of(text: Text) -> int | None:
-    """The floating-point operations of products on each device in one run, two for each multiplication.
+    """Returns the floating-point operations of products on each device in one run, two for each multiplication.
 
-    `None` if some are within a loop that runs until some value is reached.
+    Returns `None` if some are in a loop whose number of rounds depends on values.
     """
     weigh = lambda counts: math.inf if None in counts.values() else float(sum(counts.values()))
     return summed(text, _flops_of_one, weigh).counts.get("", 0)
@@ -41,7 +41,7 @@ def _flops_of_one(_: str, operation: Operation, beside: Computation) -> Counts:
 
 
 def _of_convolution(attributes: str, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> int:
-    """For each example and feature of the result, the products with the features of the input, wherever they meet."""
+    """Counts, for each example and feature of the result, its products with the features of the input."""
     labels = _LABELS.search(attributes)
     if labels is None:
         return 0
@@ -58,10 +58,10 @@ def _of_convolution(attributes: str, left: tuple[int, ...], right: tuple[int, ..
 
 @functools.lru_cache(maxsize=1024)
 def _meetings(size: int, kernel: int, result: int, window: tuple[tuple[str, str], ...]) -> int:
-    """How many pairs of an input and a weight meet along one axis.
+    """Returns how many pairs of an input and a weight meet along one axis.
 
-    TPU writes a batch of products as a convolution in which an axis of the batch is dilated, so that of its size^2
-    pairs only those of one example meet.
+    On TPU a batch of products is written as a convolution with a dilated batch axis. Of its size^2 pairs only those of
+    one example meet.
     """
     given = dict(window)
     stride, apart, of_kernel = (int(given.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))

@@ -1,4 +1,4 @@
-"""Sums over all that one run of a compiled program does."""
+"""Sums counts over all operations of one run of a compiled program."""
 
 import collections
 import functools
@@ -11,15 +11,15 @@ from .loops import trips_of
 
 _BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)")
 
-UNKNOWN = "how often a loop runs depends on values, so what is {} within it has no count"
+UNKNOWN = "how often a loop runs depends on values, so the bytes {} within it are not counted"
 BRANCH = "of a conditional, the branch that {} most is counted"
 
 Counts = Mapping[Any, int | None]
-"""How often something is met; `None`: nobody knows."""
+"""How often each thing occurs; `None` if that is not known."""
 
 
 def total(products: Iterable[tuple[int | None, int | None]]) -> int | None:
-    """The sum of products; none if a factor is not known."""
+    """Sums products; `None` if a factor is not known."""
     found = 0
     for one, other in products:
         if one is None or other is None:
@@ -29,7 +29,7 @@ def total(products: Iterable[tuple[int | None, int | None]]) -> int | None:
 
 
 class Sums(NamedTuple):
-    """What one run of a program does in all, and what is left open."""
+    """The counts for one run of a program, and how certain they are."""
 
     counts: Counts
     has_unknown: bool  # whether some is within a loop of unknown length
@@ -42,13 +42,13 @@ def summed(
     weight: Callable[[Counts], float],
     rounds: Callable[[int | None], int | None] = lambda trips: trips,
 ) -> Sums:
-    """Sums what operations do over one run of a program.
+    """Sums the counts of operations over one run of a program.
 
     Args:
         text: the program.
-        of_one: what one operation does, from the name of its computation, it, and all operations of there.
-        weight: of counts; of a conditional, those of the heaviest branch are taken.
-        rounds: how often a loop counts that runs so often.
+        of_one: counts for one operation, from the name of its computation, the operation, and the computation.
+        weight: the weight of counts. Of a conditional, the heaviest branch counts.
+        rounds: maps the number of rounds of a loop to the number that it counts for.
     """
     open_questions = {"unknown": False, "branches": False}
 

@@ -1,9 +1,9 @@
-"""Several processes: none outlives the others, and all find out that they differ.
+"""Runs several processes together, so that all end if one ends, and all notice if they differ.
 
 The files, from the ground up:
 
-    agree        whether all processes say the same, and what they compare before they start
-    interrupted  interrupted: SIGTERM, at the same step in all processes
-    patience     an end to waiting for processes that live and do not come
+    agree        compares text between all processes, and makes the text they compare at the start
+    interrupted  interrupted: notices SIGTERM at the same step in all processes
+    patience     ends a process that waits too long for another one that is alive
     initialize   initialize
 """

@@ -1,4 +1,4 @@
-"""Whether all processes say the same, and what they compare before they start, in words: versions, devices, values."""
+"""Compares text between all processes, and makes the text to compare: versions, devices, values."""
 
 import concurrent.futures
 import difflib
@@ -25,16 +25,16 @@ _SHOWN = 8  # elements of an array that are shown; of more, a hash
 
 
 def agree(words: str, what: str) -> None:
-    """Checks that all processes say the same; where they do not, it raises in every one of them.
+    """Checks that all processes have the same text, and raises an error in every process if they differ.
 
-    All processes call it together. The arrays that they exchange have the same shape whatever they say, so that it
+    All processes call it together. The arrays that they exchange have the same shape whatever the texts are, so `agree`
     cannot hang or mix up data as other collectives do between processes that differ.
 
     >>> agree("float32[64,64]  split", "the plans")  # one process agrees with itself
 
     Args:
-        words: the words of this process; lines that differ are shown.
-        what: a name for these words, in the plural, for the message: `"the plans"`.
+        words: the text of this process. The error shows the lines that differ.
+        what: a name for the text, in the plural, for the error: `"the plans"`.
     """
     if jax.process_count() == 1:
         return
@@ -79,7 +79,7 @@ def _listed(processes: Sequence[int]) -> str:
 
 
 def surroundings_in_words(mesh: Mesh | AbstractMesh) -> str:
-    """The versions of packages, and the devices of a mesh in their order."""
+    """Returns the versions of packages, and the devices of a mesh in order."""
     lines = []
     for name in _PACKAGES:
         try:
@@ -94,17 +94,17 @@ def surroundings_in_words(mesh: Mesh | AbstractMesh) -> str:
 
 
 def is_shared(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a mesh has devices of other processes. Over its own devices a process may train as it likes."""
+    """Returns whether a mesh has devices of other processes. On its own devices a process may train alone."""
     return isinstance(mesh, Mesh) and any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
 def values_in_words(tree: PyTree) -> str:
-    """The values of all arrays and numbers of a tree, those of arrays that have many as a hash."""
+    """Returns the values of all arrays and numbers of a tree as text; large arrays as a hash."""
     return "\n".join(f"{jtu.keystr(path)}  {_value(leaf)}" for path, leaf in jtu.tree_flatten_with_path(tree)[0])
 
 
 def is_whole(leaf: Any) -> bool:
-    """Whether each process has all of an array, and it is no traced one."""
+    """Returns whether each process has all of an array, and it is not traced."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_replicated
 
 

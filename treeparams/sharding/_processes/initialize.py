@@ -1,4 +1,4 @@
-"""initialize: processes that are started so that none outlives the others."""
+"""initialize: joins processes so that all end if one ends."""
 
 import faulthandler
 import inspect
@@ -21,29 +21,30 @@ def initialize(
     patience: float | int | None = 60,
     **options: Any,
 ) -> None:
-    """Joins this process to others by `jax.distributed.initialize`, so that when one dies, all end soon.
+    """Joins this process to others with `jax.distributed.initialize`, and makes sure that all end soon if one ends.
 
-    Every process calls it before anything else of JAX, with the same address and a number of its own:
+    Call it in every process before anything else of JAX, with the same address and a different number in each:
 
         sharding.initialize("10.0.0.1:1234", num_processes=4, process_id=number)
 
-    Where one fails, the others end with a non-zero status and a message on stderr:
+    If one process fails, the others end with a non-zero status and a message on stderr:
 
-    - It is killed: they end within `heartbeat` seconds, and at once if it was process 0, where the service runs that
-      all are connected to. JAX aborts them: no `except` or `finally` runs.
-    - It ends by an exception: it prints the traceback and waits at most `heartbeat` seconds for the others, which
-      come too if all fail alike. Then it leaves, and is as one that was killed. `sys.exit` is an ordinary end, whatever
-      its status: it waits until the others end, at most `shutdown_timeout_seconds` (an option; JAX says 300).
-    - It stands still (SIGSTOP, a machine asleep): they end within `heartbeat` seconds. It ends itself when it goes on;
-      until then it is there, and is left to whoever started it.
-    - It leaves the loop of training while it lives (`sys.exit`, fewer batches than the others), skips a step or calls
-      `plan.model` alone: whoever waits for it in a step or in `plan.model` longer than `patience`, and longer than the
-      slowest step took, ends with a sentence that says where it stands, and all others as above. So a step that always
-      computes for minutes is not taken for one that waits. `init`, calls of a step that compile, and what
-      `step.lower(...).compile()` returns wait forever.
+    - A process is killed: the others end within `heartbeat` seconds, or at once if it was process 0, which runs the
+      service that all are connected to. JAX aborts them, so no `except` or `finally` runs.
+    - A process ends with an exception: it prints the traceback, waits at most `heartbeat` seconds for the others (which
+      come too if all fail alike) and exits. The others then end as if it had been killed. `sys.exit` is an ordinary
+      end, whatever its status: the process waits until the others end, at most `shutdown_timeout_seconds` (an option of
+      JAX, 300 by default).
+    - A process is suspended (SIGSTOP, a sleeping machine): the others end within `heartbeat` seconds. The suspended
+      process ends itself when it resumes; until then you or your scheduler have to remove it.
+    - A process is alive but leaves the training loop (`sys.exit`, fewer batches than the others), skips a step, or
+      calls `plan.model` alone: another process that waits for it in a step or in `plan.model` ends once it has waited
+      `patience` seconds longer than the slowest step took. It prints where it was waiting, and the rest end as above.
+      So a step that always computes for minutes is not mistaken for one that waits. There is no such limit for `init`,
+      for calls of a step that compile, and for the result of `step.lower(...).compile()`.
 
-    SIGTERM ends none of them, as JAX has it; `sharding.interrupted` says that it came. On CPU the processes talk by
-    gloo, unless `jax_cpu_collectives_implementation` is set to `mpi`.
+    SIGTERM does not end a process, because JAX handles it; ask `sharding.interrupted` whether it came. On CPU the
+    processes communicate by gloo, unless `jax_cpu_collectives_implementation` is set to `mpi`.
 
     >>> from treeparams import sharding
     >>> sharding.initialize("localhost", num_processes=2, process_id=0)
@@ -52,14 +53,14 @@ def initialize(
     ValueError: coordinator_address: expected host and port of process 0, as '10.0.0.1:1234', got 'localhost'
 
     Args:
-        coordinator_address: host and a free port of process 0. This and the next two may be left out where JAX finds
-            them itself (Slurm, Open MPI, TPU).
-        num_processes: how many there are.
-        process_id: which of them this is, from 0.
-        heartbeat: whole seconds of silence after which a process is taken for dead. The oldest versions of JAX do not
-            take it, and wait for 100 seconds; a warning says so. With these a process that is killed is still found at
-            the next collective.
-        patience: seconds for which a process waits for others that are alive, beyond the time of the slowest step;
+        coordinator_address: the host and a free port of process 0. You may leave out this argument and the next two
+            where JAX finds them (Slurm, Open MPI, TPU).
+        num_processes: how many processes there are.
+        process_id: the number of this process, from 0.
+        heartbeat: after how many seconds of silence, a whole number, a process counts as dead. The oldest versions of
+            JAX do not accept this option and wait for 100 seconds; you then get a warning. With them, the others still
+            notice a killed process at the next collective.
+        patience: how many seconds a process waits for others that are alive, beyond the time of the slowest step.
             `None`: forever.
         options: passed to `jax.distributed.initialize`.
     """
@@ -68,8 +69,8 @@ def initialize(
     if not beat.keys() <= inspect.signature(jax.distributed.initialize).parameters.keys():
         beat.clear()
         warnings.warn(
-            f"JAX {jax.__version__} takes no heartbeat: a process that stands still is found after 100 seconds, not "
-            f"after {heartbeat}, and one that is killed at the next collective. A newer JAX takes it.",
+            f"JAX {jax.__version__} does not accept a heartbeat: a suspended process is noticed after 100 seconds, not "
+            f"after {heartbeat}, and a killed one at the next collective. Upgrade JAX to use heartbeat=.",
             stacklevel=2,
         )
     if jax.config.values["jax_cpu_collectives_implementation"] != "mpi":
@@ -80,7 +81,7 @@ def initialize(
         jax.distributed.initialize(coordinator_address, num_processes, process_id, **beat, **options)
     except ValueError as error:
         raise ValueError(
-            f"{error} JAX does not find by itself how many processes there are and where: write "
+            f"{error} JAX cannot find the number and the addresses of the processes here: write "
             "sharding.initialize('10.0.0.1:1234', num_processes=4, process_id=0)"
         ) from error
     _leave_after_exceptions(heartbeat)
@@ -115,17 +116,17 @@ def _check_options(
 
 
 def _leave_after_exceptions(seconds: int) -> None:
-    """Bounds the time from an exception that nothing catches to the end of this process.
+    """Limits how long this process can take to end after an uncaught exception.
 
-    JAX waits at the exit until all processes are there. Those that are in a collective wait for this one, and do not
-    come: it is alive and still sends heartbeats, so nothing is found to be wrong until the wait times out.
+    At exit JAX waits until all processes are there. The others wait for this one in a collective and never come: this
+    process is alive and still sends heartbeats, so nobody notices anything wrong until the wait times out.
     """
     show = sys.excepthook
 
     def show_and_leave(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
         show(kind, value, trace)
         if jax.distributed.is_initialized():
-            sys.stderr.write(f"This process ends by {kind.__name__}, in {seconds} s if the others do not end too.\n")
+            sys.stderr.write(f"This process ends with {kind.__name__}, in {seconds} s if the others do not end too.\n")
             sys.stderr.flush()
             # A timer that needs neither the interpreter nor its lock, which the exit of JAX may hold.
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)

@@ -1,4 +1,4 @@
-"""SIGTERM, by which schedulers say that a job is about to end: seen by all processes at the same step."""
+"""interrupted: notices SIGTERM, which schedulers send before they end a job, at the same step in all processes."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 
 
 class _Notice:
-    """Whether this process was told to end."""
+    """Records whether this process was told to end."""
 
     has_come = False
     is_awaited = False  # by a handler of this file
@@ -17,10 +17,10 @@ class _Notice:
 
 
 def interrupted() -> bool:
-    """Whether a process was sent SIGTERM: the same answer in all processes at the same step.
+    """Returns whether a process received SIGTERM, with the same answer in all processes at the same step.
 
-    Schedulers send SIGTERM (Slurm before a time limit, Kubernetes, spot machines) and end the job some time after it.
-    Ask once in each step, in all processes, and save where it is true:
+    Schedulers send SIGTERM (Slurm before a time limit, Kubernetes, spot machines) and end the job some time later. Call
+    `interrupted` once in each step, in all processes. When it returns `True`, save and leave the loop:
 
         for number in range(start, steps):
             params, state, value = step(params, state, *batch(number))
@@ -29,21 +29,21 @@ def interrupted() -> bool:
                 checkpointer.wait_until_finished()
                 break
 
-    Over several processes JAX tells the others and agrees with them on a step that none has reached yet, which takes
-    some steps, and a second or two. From that call on the answer stays true. All processes must call it equally often:
-    it counts its calls, so that it needs no number of a step. In one process a handler of SIGTERM does it, which the
-    first call installs and the first SIGTERM removes: a second SIGTERM ends the process as ever.
+    With several processes, JAX tells the others and agrees with them on a step that none has reached yet. This takes
+    some steps, and a second or two. Once the answer is `True`, it stays `True`. All processes must call `interrupted`
+    equally often, because it counts its calls to number the steps. In a single process, the first call installs a
+    handler of SIGTERM, and the first SIGTERM removes it again, so a second SIGTERM ends the process as usual.
 
     >>> from treeparams import sharding
     >>> sharding.interrupted()
     False
 
     Returns:
-        Whether to save and to leave the loop.
+        Whether you should save and leave the loop.
 
     Raises:
-        ValueError: the first call in a program of one process comes from a thread other than the main thread, where
-            Python takes no handler.
+        ValueError: in a single process, you made the first call outside the main thread. Python accepts signal handlers
+            only in the main thread.
     """
     notice = _Notice
     if notice.has_come:
@@ -57,10 +57,10 @@ def interrupted() -> bool:
 
 
 def _await() -> None:
-    """Installs a handler of the next SIGTERM."""
+    """Installs a handler for the next SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
-            "sharding.interrupted: Python handles signals in the main thread alone; make the first call there"
+            "sharding.interrupted: Python handles signals only in the main thread; make the first call there"
         )
 
     def note(number: int, frame: Any) -> None:

@@ -1,11 +1,11 @@
-"""An end to waiting: where processes wait for one that lives but does not come, all end.
+"""Ends a process that waits too long for another one that is alive but does not come.
 
-JAX finds a process that died, since it sends no heartbeats any more. One that has left its loop still sends them, and
-all that wait for it in a collective would wait forever. So each process has a thread that looks at what this process
-waits for. When that takes too long it ends the process, whereupon the heartbeats end the others.
+JAX notices a process that died, since its heartbeats stop. A process that has left its loop still sends heartbeats, and
+all processes that wait for it in a collective would wait forever. So each process has a thread that watches its calls.
+If one takes too long, the thread ends the process, and the missing heartbeats end the others.
 
-Nothing here talks to other processes. A step that waits looks from inside like one that computes; what tells them apart
-is how long earlier steps took, and that nothing is compiled meanwhile.
+No messages are sent to other processes. From inside, a step that waits looks like one that computes. To tell them
+apart, the thread compares with the time that earlier steps took, and ignores calls that compile.
 """
 
 import atexit
@@ -27,15 +27,15 @@ COMPILING, COMPILED = "/jax/core/compile/", "/jax/core/compile/backend_compile_d
 
 
 class Watched:
-    """A program that all processes run together, each call of which is watched if `watch` was called."""
+    """A program that all processes run together. Its calls are watched once `watch` was called."""
 
     def __init__(self, f: Callable[..., Any], name: str, counts_first: bool = False) -> None:
-        """Of a function of `jax.jit`.
+        """Wraps a `jax.jit` function.
 
         Args:
             f: the function.
-            name: of one call, for the message: `"step"`.
-            counts_first: whether a call that compiles is watched too, from when it has compiled.
+            name: the name of one call, for the message: `"step"`.
+            counts_first: whether to watch a call that compiles too, once it has compiled.
         """
         self.f = f
         self.name = name
@@ -45,7 +45,10 @@ class Watched:
         self.rough = 0.0  # those of a call that compiled, until the next one is over
 
     def __call__(self, *args: Any) -> Any:
-        """As the function. Nothing waits for the result here; the smallest array of its last part is kept to ask."""
+        """Calls the function without waiting for its result.
+
+        Keeps the smallest array in the last part of the result, to ask later whether it is ready.
+        """
         watch = Watch.running
         if watch is None:
             return self.f(*args)
@@ -62,7 +65,10 @@ class Watched:
         return result
 
     def took(self, seconds: float, has_compiled: bool) -> None:
-        """A call is over. One that compiled may have waited while others compiled: its time soon counts no more."""
+        """Records the time of a call that is over.
+
+        A call that compiled may have waited while others compiled, so its time counts only until the next call is over.
+        """
         self.rough = seconds if has_compiled else 0.0
         self.slowest = self.slowest if has_compiled else max(self.slowest, seconds)
 
@@ -83,7 +89,7 @@ class Call:
 
     @property
     def is_over(self) -> bool:
-        """Whether the devices have done it, too, as far as can be told."""
+        """Whether the devices have finished the call, as far as can be known."""
         if not self.is_back or self.result is None or isinstance(self.result, Tracer):
             return self.is_back
         try:
@@ -93,12 +99,12 @@ class Call:
 
     @property
     def counts(self) -> bool:
-        """Whether it may end the process."""
+        """Whether the call may end the process."""
         return not self.is_compiling and (self.program.counts_first or not self.has_compiled)
 
 
 class Watch:
-    """A thread that looks at the calls of this process, the oldest first."""
+    """A thread that watches the calls of this process, the oldest first."""
 
     running: "Watch | None" = None
 
@@ -117,7 +123,7 @@ class Watch:
         atexit.register(self.stop)
 
     def hear(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        """JAX is compiling, in this thread."""
+        """Notes that JAX is compiling in this thread."""
         if event.startswith(COMPILING) and self.calls:
             call = self.calls[-1]
             if call.thread == threading.get_ident() and not call.is_back:
@@ -143,14 +149,15 @@ class Watch:
                 self.end(call, waited, usual)
 
     def end(self, call: Call, waited: float, usual: float) -> None:
-        """Ends this process, with the lines at which its threads stand."""
+        """Ends this process, and prints the lines at which its threads are."""
         faulthandler.dump_traceback(file=2)
         sys.stderr.write(
             f"Process {jax.process_index()} of {jax.process_count()} ends: for {waited:.0f} s it has waited in "
             f"{call.program.name} {call.number} (the slowest before took {usual:.1f} s) for others that are alive. One "
-            "has left its loop (sys.exit, fewer batches than the others), skips a step, or runs something over all "
-            "devices alone, such as plan.model. All must make the same calls in the same order. If one may be that "
-            f"late, give it more time: sharding.initialize(patience={2 * self.patience:g}); None waits forever.\n"
+            "has left its loop (sys.exit, fewer batches than the others), skipped a step, or is the only one to run "
+            "something over all devices, such as plan.model. All must make the same calls in the same order. If one "
+            f"may be that late, give it more time: sharding.initialize(patience={2 * self.patience:g}); None waits "
+            "forever.\n"
         )
         sys.stderr.flush()
         os._exit(1)  # what waits in a collective takes no exception
@@ -166,6 +173,6 @@ class Watch:
 
 
 def watch(patience: float | int | None) -> None:
-    """Watches all calls from now on; `None`: none."""
+    """Watches all calls from now on; with `None`, none."""
     if patience is not None and jax.process_count() > 1:
         Watch(patience).start()
