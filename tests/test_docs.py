@@ -21,6 +21,7 @@ SITE = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = {str(path.relative_to(SITE / "pages")): path for path in sorted((SITE / "pages").rglob("*.md"))}
 IDIOMS = "coming-from.md"
 OVERVIEW = "how-to/index.md"
+HEAD = re.compile(r"---\ndescription: (.+)\n---\n\n# (.+)\n")
 WITH_CODE = [name for name in PAGES if not name.startswith("api/") and name not in (IDIOMS, OVERVIEW)]
 
 
@@ -76,7 +77,16 @@ def test_the_overview_has_a_line_for_each_page():
     pages = {name.removeprefix("how-to/"): page for name, page in PAGES.items() if name.startswith("how-to/")}
     del pages["index.md"]
     assert sorted(name for _, name in listed) == sorted(pages)
-    assert [name for title, name in listed if not pages[name].read_text().startswith(f"# {title}\n")] == []
+    assert [name for title, name in listed if HEAD.match(pages[name].read_text())[2] != title] == []
+
+
+def test_each_page_is_described_in_one_short_sentence():
+    described = {name: HEAD.match(page.read_text())[1] for name, page in PAGES.items()}
+    assert len(set(described.values())) == len(PAGES)
+    for name, text in described.items():
+        assert re.fullmatch(r"[A-Z][^`#]*\.", text), name
+        assert 40 < len(text) <= 160, name
+        assert ": " not in text, name  # which YAML reads as a mapping
 
 
 def test_every_public_name_is_listed_once():
