@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,30 @@ def _configuration(work: Path) -> dict[str, Any]:
     for section in project["nav"]:
         if "Notebooks" in section:
             section["Notebooks"] += [f"notebooks/{path.stem}.md" for path in _notebooks()]
+    project["theme"]["custom_dir"] = str(HERE / "theme")
+    project["plugins"]["llmstxt"]["sections"] = {
+        title: [{page: _description(work / "pages" / page)} for page in pages] for title, pages in sections(project["nav"])
+    }
     python = project["plugins"]["mkdocstrings"]["handlers"]["python"]
     python["paths"] = [str(ROOT)]
     python["inventories"] = [{"url": path.as_uri(), "base_url": url} for url, path in _inventories(work).items()]
     return project | {"docs_dir": "pages", "site_dir": "site"}
+
+
+def sections(nav: list[Any], title: str = "") -> Iterator[tuple[str, list[str]]]:
+    """The sections of the navigation that have pages, each with its title and its pages, however deep they lie."""
+    if pages := [each for each in nav if isinstance(each, str)]:
+        yield title, pages
+    for each in nav:
+        if not isinstance(each, str):
+            for name, below in each.items():
+                yield from sections(below, name)
+
+
+def _description(page: Path) -> str:
+    found = re.match(r"---\ndescription: (.*)\n", page.read_text())
+    assert found, f"{page} has no description"
+    return found[1]
 
 
 def _inventories(work: Path) -> dict[str, Path]:

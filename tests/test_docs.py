@@ -82,7 +82,9 @@ def test_the_overview_has_a_line_for_each_page():
 
 def test_each_page_is_described_in_one_short_sentence():
     described = {name: HEAD.match(page.read_text())[1] for name, page in PAGES.items()}
-    assert len(set(described.values())) == len(PAGES)
+    for path in (SITE.parent / "notebooks").glob("*.ipynb"):
+        described[path.name] = json.loads(path.read_text())["metadata"]["description"]
+    assert len(set(described.values())) == len(described) > len(PAGES)
     for name, text in described.items():
         assert re.fullmatch(r"[A-Z][^`#]*\.", text), name
         assert 40 < len(text) <= 160, name
@@ -248,10 +250,14 @@ def test_a_notebook_becomes_a_page(tmp_path):
         {"cell_type": "code", "source": ["1"], "metadata": {}, "outputs": [{"name": "stdout", "text": ["1\n"]}]},
     ]
     notebook = tmp_path / "some.ipynb"
-    notebook.write_text(json.dumps({"cells": cells}))
+    notebook.write_text(json.dumps({"cells": cells, "metadata": {"description": "About it."}}))
     (tmp_path / "out").mkdir()
     page = notebook_pages.write(notebook, tmp_path / "out")
-    title, buttons, *rest = page.split("\n\n")
+    head, title, buttons, *rest = page.split("\n\n")
+    assert head == (
+        "---\ndescription: About it.\nsource: https://github.com/treeparams/treeparams/blob/main/notebooks/some.ipynb\n"
+        "image: notebooks/some-2.0.png\n---"
+    )
     assert title == "# Title"
     assert "/blob/main/notebooks/some.ipynb" in buttons
     assert 'href="some.ipynb" download' in buttons
