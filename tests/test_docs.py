@@ -33,7 +33,9 @@ def of_site(name):
     return module
 
 
-names, checked, notebook_pages, dialect = map(of_site, ("names", "checked", "notebook_pages", "dialect"))
+names, checked, notebook_pages, benchmark_pages, dialect = map(
+    of_site, ("names", "checked", "notebook_pages", "benchmark_pages", "dialect")
+)
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -270,3 +272,19 @@ def test_a_notebook_becomes_a_page(tmp_path):
     ]
     assert (tmp_path / "out" / "some-2.0.png").read_bytes() == bytes(3)
     assert (tmp_path / "out" / "some.ipynb").read_bytes() == notebook.read_bytes()
+
+
+def test_benchmarks_become_pages_with_all_claims():
+    results, gpu = ((SITE.parent / "benchmarks" / name).read_text() for name in ("RESULTS.md", "GPU.md"))
+    pages = dict(benchmark_pages.pages(results, gpu))
+    verdicts = re.findall(r"^\| .*\| +(met|\*\*missed\*\*) \|$", results, re.M)
+    assert len(verdicts) > 200
+    assert len(re.findall(r"^\| .*\| (?:met|\*\*missed\*\*) \|$", pages["index.md"], re.M)) == len(verdicts)
+    assert f"{verdicts.count('met')} of {len(verdicts)} claims are met" in pages["index.md"]
+    subjects = re.findall(r"^## (\w+)$", pages["tables.md"], re.M)
+    assert set(re.findall(r"^## (\w+)$", pages["index.md"], re.M)) <= set(subjects)
+    for page in pages.values():
+        description, _, rest = page.removeprefix("---\ndescription: ").partition("\n")
+        assert len(description) <= 160
+        assert re.match(r"source: \S+\nsearch:\n  exclude: true\n---\n\n# .*\n", rest)
+        assert len(re.findall("^# ", page, re.M)) == 1
