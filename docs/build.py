@@ -19,6 +19,7 @@ from typing import Any
 
 import benchmark_pages
 from checked import dead_links
+from docstrings import with_contents
 from latex2mathml.converter import convert
 from mkdocstrings import Inventory
 from names import at_a_glance, elsewhere, linked
@@ -73,7 +74,8 @@ def _pages(folder: Path) -> None:
         (folder / "benchmarks" / name).write_text(text)
     for page in folder.rglob("*.md"):
         text = page.read_text()
-        text = at_a_glance(text) if page.match("api/index.md") else text
+        if page.parent.name == "api":
+            text = at_a_glance(text) if page.name == "index.md" else with_contents(text)
         text = re.sub(r"\{FIGURE (\w+)\}", lambda found: _first_figure(folder / "notebooks" / f"{found[1]}.md"), text)
         page.write_text(linked(re.sub(r"(?<=\w)\.ipynb\)", ".md)", text)))
 
