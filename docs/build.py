@@ -1,7 +1,8 @@
 """Builds the site: python docs/build.py FOLDER.
 
-Pages are made first (notebooks, the table of the API), in a temporary folder beside a copy of those that are written by
-hand. Zensical builds the site of them. Any warning fails the build, and so does a link that leads nowhere.
+Pages are made first (notebooks, benchmarks, the table of the API), in a temporary folder beside a copy of those that
+are written by hand. Zensical builds the site of them. Any warning fails the build, and so does a link that leads
+nowhere.
 """
 
 import json
@@ -11,11 +12,14 @@ import shutil
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
 
+import benchmark_pages
 from checked import dead_links
+from docstrings import with_contents
 from latex2mathml.converter import convert
 from mkdocstrings import Inventory
 from names import at_a_glance, elsewhere, linked
@@ -65,9 +69,13 @@ def _pages(folder: Path) -> None:
     (folder / "notebooks").mkdir()
     for notebook in _notebooks():
         (folder / "notebooks" / f"{notebook.stem}.md").write_text(write(notebook, folder / "notebooks"))
+    (folder / "benchmarks").mkdir()
+    for name, text in _benchmarks():
+        (folder / "benchmarks" / name).write_text(text)
     for page in folder.rglob("*.md"):
         text = page.read_text()
-        text = at_a_glance(text) if page.match("api/index.md") else text
+        if page.parent.name == "api":
+            text = at_a_glance(text) if page.name == "index.md" else with_contents(text)
         text = re.sub(r"\{FIGURE (\w+)\}", lambda found: _first_figure(folder / "notebooks" / f"{found[1]}.md"), text)
         page.write_text(linked(re.sub(r"(?<=\w)\.ipynb\)", ".md)", text)))
 
@@ -85,15 +93,42 @@ def _notebooks() -> list[Path]:
     return sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: (path.stem != "tour", path.stem))
 
 
+def _benchmarks() -> list[tuple[str, str]]:
+    return list(benchmark_pages.pages(*((ROOT / "benchmarks" / name).read_text() for name in ("RESULTS.md", "GPU.md"))))
+
+
 def _configuration(work: Path) -> dict[str, Any]:
     project = tomllib.loads((HERE / "zensical.toml").read_text())["project"]
     for section in project["nav"]:
         if "Notebooks" in section:
             section["Notebooks"] += [f"notebooks/{path.stem}.md" for path in _notebooks()]
+        if "Benchmarks" in section:
+            section["Benchmarks"] += [f"benchmarks/{name}" for name, _ in _benchmarks()]
+    project["theme"]["custom_dir"] = str(HERE / "theme")
+    project["plugins"]["llmstxt"]["sections"] = {
+        title: [{page: _description(work / "pages" / page)} for page in pages]
+        for title, pages in _sections(project["nav"])
+    }
     python = project["plugins"]["mkdocstrings"]["handlers"]["python"]
     python["paths"] = [str(ROOT)]
     python["inventories"] = [{"url": path.as_uri(), "base_url": url} for url, path in _inventories(work).items()]
     return project | {"docs_dir": "pages", "site_dir": "site"}
+
+
+def _sections(nav: list[Any], title: str = "") -> Iterator[tuple[str, list[str]]]:
+    """The sections of the navigation that have pages, each with its title and its pages, however deep they lie."""
+    if pages := [each for each in nav if isinstance(each, str)]:
+        yield title, pages
+    for each in nav:
+        if not isinstance(each, str):
+            for name, below in each.items():
+                yield from _sections(below, name)
+
+
+def _description(page: Path) -> str:
+    found = re.match(r"---\ndescription: (.*)\n", page.read_text())
+    assert found, f"{page} has no description"
+    return found[1]
 
 
 def _inventories(work: Path) -> dict[str, Path]:

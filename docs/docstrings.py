@@ -1,20 +1,27 @@
 """How docstrings are read for the site: extensions of griffe, which mkdocstrings takes from the configuration."""
 
 import ast
+import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
 from names import linked
 
+ROOT = Path(__file__).parent.parent
+_SECTION = re.compile(r"^(Args|Returns|Raises|Warns):\n(?: .*\n|\n)*", re.MULTILINE)
+_AROUND = ("Args", "Returns"), ("Raises", "Warns")
+
 
 class Examples(griffe.Extension):
-    """Shows the examples of a docstring as code, wherever they stand in it, and links the names in it."""
+    """Puts the arguments of a docstring before its long text, shows its examples as code, and links the names in it."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrites one docstring."""
         if obj.docstring:
-            obj.docstring.value = _typed(linked(_fenced(obj.docstring.value)), getattr(obj, "returns", None))
+            text = linked(_fenced(_arguments_first(obj.docstring.value)))
+            obj.docstring.value = _typed(text, getattr(obj, "returns", None))
 
 
 class Runtime(griffe.Extension):
@@ -39,6 +46,34 @@ class Constructors(griffe.Extension):
             for each in module.classes.values():
                 if not each.is_alias:
                     _with_constructor(each)
+
+
+def with_contents(page: str) -> str:
+    """A page of the API, with a table of its entries before the first of them."""
+    names = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    rows = [f"| [`{name.rpartition('.')[2]}`][{name}] | {_first_sentence(name)} |" for name in names]
+    table = "\n".join(["| | |", "|---|---|", *rows, "\n"])
+    return re.sub(r"^(?=:::|## )", lambda _: table, page, count=1, flags=re.MULTILINE)
+
+
+def _first_sentence(name: str) -> str:
+    found = _package()[name.partition(".")[2]]
+    text = found.docstring.value if found.docstring else ""
+    return re.split(r"(?<=\.)\s|\n\n", text)[0].replace("\n", " ").replace("|", r"\|")
+
+
+@functools.cache
+def _package() -> griffe.Object | griffe.Alias:
+    return griffe.load("treeparams", search_paths=[ROOT], extensions=griffe.load_extensions(Runtime))
+
+
+def _arguments_first(text: str) -> str:
+    """Arguments and result directly behind the first sentence and its example; errors and warnings stay at the end."""
+    sections = {found[1]: found[0].rstrip() for found in _SECTION.finditer(text + "\n")}
+    first, *rest = _SECTION.sub("", text + "\n").strip().split("\n\n")
+    example = [rest.pop(0)] if rest and rest[0].startswith(">>>") else []
+    before, after = ([sections[name] for name in names if name in sections] for names in _AROUND)
+    return "\n\n".join([first, *example, *before, *rest, *after])
 
 
 def _with_constructor(cls: griffe.Class) -> None:

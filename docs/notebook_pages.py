@@ -8,12 +8,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-COLAB = "https://colab.research.google.com/github/treeparams/treeparams/blob/main/notebooks"
+REPOSITORY = "treeparams/treeparams/blob/main/notebooks"
+COLAB = f"https://colab.research.google.com/github/{REPOSITORY}"
 
 
 def write(notebook: Path, folder: Path) -> str:
     """Writes the pictures of a notebook and a copy of it into a folder; returns its page."""
-    cells = json.loads(notebook.read_text())["cells"]
+    written = json.loads(notebook.read_text())
+    cells = written["cells"]
     (folder / notebook.name).write_bytes(notebook.read_bytes())
     title, *rest = [part for i, cell in enumerate(cells, 1) for part in _cell(cell, folder / f"{notebook.stem}-{i}")]
     heading, _, lead = title.partition("\n")
@@ -21,7 +23,14 @@ def write(notebook: Path, folder: Path) -> str:
         f"[Open in Colab]({COLAB}/{notebook.name}){{ .md-button }}\n"
         f'<a class="md-button" href="{notebook.name}" download>Download the notebook</a>'
     )
-    return "\n\n".join([heading, buttons, lead.strip(), *rest])
+    page = "\n\n".join([heading, buttons, lead.strip(), *rest])
+    head = {
+        "description": written["metadata"]["description"],
+        "source": f"https://github.com/{REPOSITORY}/{notebook.name}",
+    }
+    if picture := re.search(r'<img class="figure.*?" src="(.*?)"', page):
+        head["image"] = f"notebooks/{picture[1]}"
+    return "\n".join(["---", *(f"{key}: {value}" for key, value in head.items()), "---", "", page])
 
 
 def _cell(cell: dict[str, Any], picture: Path) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """What a step of training takes of each device: compiled from shapes alone, before there are so many devices.
 
-    python examples/ahead.py [--parameters 1e9] [--devices 8 64] [--rule muon] [--split gradients]
+    python examples/ahead.py [--parameters 1e9] [--devices 8 64] [--rule muon] [--split gradients] [--plot FILE]
 
 The model is a plain decoder-only transformer of which no array is ever made, so it may be larger than this machine.
 `sharding.plan` says by rules over paths where each parameter would lie, `sharding.make_step` makes the step of
@@ -9,10 +9,12 @@ for as many devices of CPU as there would be; that number is fixed where JAX sta
 """
 
 import argparse
+import json
 import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,12 +22,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from matplotlib.figure import Figure
 
 import treeparams as tp
 from treeparams import optim, sharding
 
 HEAD = 64  # the width of a head of attention
 SHARED = 512  # the width is a multiple of it, so that as many devices can share each matrix
+OF_DEVICE = "parameters", "state", "gathered", "gradients", "activations"  # bytes
 RULES = {"sgd": lambda: optax.sgd(0.1), "adamw": lambda: optax.adamw(1e-3)}
 OF_MATRICES = {"adafactor": lambda: optax.adafactor(1e-3), "muon": lambda: optax.contrib.muon(1e-3)}
 
@@ -85,8 +89,8 @@ def compiled(model: Any, rule: str, split: Any, tokens: int) -> sharding.Ahead:
     return sharding.ahead(step, params, state, batch)
 
 
-def main() -> None:
-    """Prints what a step takes of each device, for each number of devices."""
+def main() -> dict[int, dict[str, int]]:
+    """Prints what a step takes of each device, for each number of devices, and returns the largest parts of it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--parameters", type=float, default=1e9, help="about how many; gives the width")
     parser.add_argument("--layers", type=int, default=64)
@@ -97,6 +101,7 @@ def main() -> None:
     parser.add_argument("--split", choices=("state", "gradients", "parameters"), default="parameters")
     parser.add_argument("--bandwidth", type=float, default=4.5e10, help="bytes per second that each device moves")
     parser.add_argument("--flops", type=float, default=2e14, help="operations per second of each device")
+    parser.add_argument("--plot", help="a picture to write")
     options = parser.parse_args()
     width = width_of(options.parameters, options.layers, options.vocabulary)
     model = transformer(options.layers, width, options.vocabulary)
@@ -104,16 +109,53 @@ def main() -> None:
         try:
             found = compiled(model, options.rule, options.split, options.tokens)
             print(f"\n{found}\n{found.seconds(bandwidth=options.bandwidth, flops=options.flops)}")
+            with open(os.environ["AHEAD"], "w") as file:
+                json.dump({name: getattr(found, name) for name in OF_DEVICE}, file)
         except ValueError as error:  # of the plan, in words
             raise SystemExit(f"\nover {len(jax.devices())} devices: {error}") from None
-        return
+        return {}
     print(f"A transformer of {options.layers} layers of width {width:,}:\n\n{tp.summary(model, depth=1)}", flush=True)
+    found = {}
     for devices in options.devices:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-        environment = os.environ | {"AHEAD": "1", "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-        if subprocess.run([sys.executable, *sys.argv], env=environment).returncode:
-            raise SystemExit(1)
+        with tempfile.NamedTemporaryFile("r") as file:
+            environment = os.environ | {"AHEAD": file.name, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+            if subprocess.run([sys.executable, *sys.argv], env=environment).returncode:
+                raise SystemExit(1)
+            found[devices] = json.load(file)
+    if options.plot:
+        draw(found, options.plot)
+    return found
+
+
+def draw(found: dict[int, dict[str, int]], plot: str) -> None:
+    """The bytes of a device, over how many there are."""
+    picture = Figure(figsize=(8.5, 4), layout="constrained")
+    axes, below = picture.subplots(), [0.0] * len(found)
+    for name in OF_DEVICE:
+        heights = [each[name] / 1e9 for each in found.values()]
+        axes.bar([f"{devices} devices" for devices in found], heights, bottom=below, label=name)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    axes.set(title="Parameters and the optimiser's state shrink with the devices", ylabel="GB on each device")
+    axes.legend()
+    picture.savefig(plot)
+
+
+def claims(found: dict[int, dict[str, int]]) -> dict[str, Any]:
+    if len(found) < 2:  # or a process that compiles
+        return {}
+    few, many = min(found), max(found)
+    rest = {devices: each["parameters"] + each["state"] for devices, each in found.items()}
+    share = rest[many] * many / (rest[few] * few)
+    return {
+        f"{many} devices together keep as much as {few}, to 10 %: {share:.3f} times": abs(share - 1) <= 0.1,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    checked = claims(main())
+    if checked:
+        print(
+            "\nChecked:", *(f"  {'ok' if holds else 'FAILED'}  {claim}" for claim, holds in checked.items()), sep="\n"
+        )
+    sys.exit(not all(checked.values()))

@@ -1,6 +1,6 @@
 """Deep nets that compile in a second: their layers are a loop, and are scanned over stacks.
 
-    python examples/deep.py [--layers 500] [--blocks 24] [--steps 50]
+    python examples/deep.py [--layers 500] [--blocks 24] [--steps 50] [--plot FILE]
 
 A residual net of 500 layers learns handwritten digits, and a transformer of 24 learns to go on with a text, the help
 topics that come with Python. Both are plain Equinox: a list of layers, and a loop over them. `jax.jit` unrolls the
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
@@ -182,7 +183,9 @@ def train(title: str, form: str, data: tuple[Net, Any, Any], chosen: np.ndarray)
     return Trained(together(params, rest), np.array(losses), len(jax.tree.leaves(params)), built - start, run)
 
 
-def main(layers: int = 500, blocks: int = 24, steps: int = 50, seed: int = 0) -> dict[str, dict[str, Trained]]:
+def main(
+    layers: int = 500, blocks: int = 24, steps: int = 50, seed: int = 0, plot: str = ""
+) -> dict[str, dict[str, Trained]]:
     """Trains a residual net and a transformer, each as a loop and scanned; returns all four."""
     made, drawn = jax.random.split(jax.random.key(seed))
     found, row, rows = {}, "{:10}  {:>4}  {:>6}  {:>8}  {:>7}  {:>15}".format, []
@@ -193,17 +196,33 @@ def main(layers: int = 500, blocks: int = 24, steps: int = 50, seed: int = 0) ->
             times = f"{each.build:.1f} s", f"{1000 * each.run / steps:.1f} ms"
             rows.append(row(title, form, f"{each.arrays:,}", *times, f"{each.losses[-1]:.6f}"))
     print("", row("net", "form", "arrays", "to build", "a step", "loss at the end"), *rows, sep="\n")
+    if plot:
+        draw(found, plot)
     return found
+
+
+def draw(found: dict[str, dict[str, Trained]], plot: str) -> None:
+    """The losses of both forms, one over the other, with the time that each was built in."""
+    picture = Figure(figsize=(8.5, 4), layout="constrained")
+    picture.suptitle("Scanned, a deep net compiles in a fraction of the time, and trains the same", x=0.01, ha="left")
+    for axes, (title, forms) in zip(picture.subplots(1, len(found)), found.items(), strict=True):
+        for (form, each), line in zip(forms.items(), ({"lw": 5, "alpha": 0.4}, {"ls": "--"}), strict=True):
+            axes.plot(each.losses, **line, label=f"{form}: built in {each.build:.1f} s")
+        axes.set(title=title, xlabel="step")
+        axes.legend()
+    picture.axes[0].set_ylabel("loss")
+    picture.savefig(plot)
 
 
 def claims(found: dict[str, dict[str, Trained]]) -> dict[str, Any]:
     pairs = [(forms["loop"], forms["scan"]) for forms in found.values()]
+    apart = max(np.abs(loop.losses - scan.losses).max() for loop, scan in pairs)
+    loops, scans = (sum(each.build for each in forms) for forms in zip(*pairs, strict=True))
+    left = max(scan.losses[-5:].mean() / scan.losses[0] for _, scan in pairs)
     return {
-        "loop and scan have the same loss at each step, to 1e-5": all(
-            np.allclose(loop.losses, scan.losses, rtol=0, atol=1e-5) for loop, scan in pairs
-        ),
-        "both scans are built in less than half the time": sum(2 * scan.build - loop.build for loop, scan in pairs) < 0,
-        "each of them learns": all(scan.losses[-5:].mean() < 0.8 * scan.losses[0] for _, scan in pairs),
+        f"loop and scan have the same loss at each step, to 1e-5: {apart:.0e}": apart <= 1e-5,
+        f"both scans are built in less than half the time: {scans:.1f} s for {loops:.1f} s": 2 * scans < loops,
+        f"each of them learns: at most {left:.0%} of the loss is left": left < 0.8,
     }
 
 
@@ -212,6 +231,7 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int)
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--plot", help="a picture to write")
     checked = claims(main(**vars(parser.parse_args())))
     print("\nChecked:", *(f"  {'ok' if holds else 'FAILED'}  {claim}" for claim, holds in checked.items()), sep="\n")
     sys.exit(not all(checked.values()))

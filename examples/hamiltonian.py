@@ -155,10 +155,11 @@ def draw(motions: dict[str, Motion], plot: str) -> None:
 
 def claims(motions: dict[str, Motion]) -> dict[str, Any]:
     plain, learned = motions.values()
+    own, with_it, without = drift(learned.net, learned), drift(energy, learned), drift(energy, plain)
     return {
-        "the learned energy is constant along its motion to 0.01 %": drift(learned.net, learned) < 1e-4,
-        "the pendulum's energy then changes by less than 4 %": drift(energy, learned) < 0.04,
-        "and by more than five times as much without": drift(energy, plain) > 5 * drift(energy, learned),
+        f"the learned energy is constant along its motion to 0.01 %: {own:.4%}": own < 1e-4,
+        f"the pendulum's energy then changes by less than 4 %: {with_it:.1%}": with_it < 0.04,
+        f"and by more than five times as much without: {without:.1%}": without > 5 * with_it,
     }
 
 

@@ -21,6 +21,7 @@ SITE = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = {str(path.relative_to(SITE / "pages")): path for path in sorted((SITE / "pages").rglob("*.md"))}
 IDIOMS = "coming-from.md"
 OVERVIEW = "how-to/index.md"
+HEAD = re.compile(r"---\ndescription: (.+)\n---\n\n# (.+)\n")
 WITH_CODE = [name for name in PAGES if not name.startswith("api/") and name not in (IDIOMS, OVERVIEW)]
 
 
@@ -32,7 +33,9 @@ def of_site(name):
     return module
 
 
-names, checked, notebook_pages, dialect = map(of_site, ("names", "checked", "notebook_pages", "dialect"))
+names, checked, notebook_pages, benchmark_pages, dialect = map(
+    of_site, ("names", "checked", "notebook_pages", "benchmark_pages", "dialect")
+)
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -76,7 +79,18 @@ def test_the_overview_has_a_line_for_each_page():
     pages = {name.removeprefix("how-to/"): page for name, page in PAGES.items() if name.startswith("how-to/")}
     del pages["index.md"]
     assert sorted(name for _, name in listed) == sorted(pages)
-    assert [name for title, name in listed if not pages[name].read_text().startswith(f"# {title}\n")] == []
+    assert [name for title, name in listed if HEAD.match(pages[name].read_text())[2] != title] == []
+
+
+def test_each_page_is_described_in_one_short_sentence():
+    described = {name: HEAD.match(page.read_text())[1] for name, page in PAGES.items()}
+    for path in (SITE.parent / "notebooks").glob("*.ipynb"):
+        described[path.name] = json.loads(path.read_text())["metadata"]["description"]
+    assert len(set(described.values())) == len(described) > len(PAGES)
+    for name, text in described.items():
+        assert re.fullmatch(r"[A-Z][^`#]*\.", text), name
+        assert 40 < len(text) <= 160, name
+        assert ": " not in text, name  # which YAML reads as a mapping
 
 
 def test_every_public_name_is_listed_once():
@@ -238,10 +252,14 @@ def test_a_notebook_becomes_a_page(tmp_path):
         {"cell_type": "code", "source": ["1"], "metadata": {}, "outputs": [{"name": "stdout", "text": ["1\n"]}]},
     ]
     notebook = tmp_path / "some.ipynb"
-    notebook.write_text(json.dumps({"cells": cells}))
+    notebook.write_text(json.dumps({"cells": cells, "metadata": {"description": "About it."}}))
     (tmp_path / "out").mkdir()
     page = notebook_pages.write(notebook, tmp_path / "out")
-    title, buttons, *rest = page.split("\n\n")
+    head, title, buttons, *rest = page.split("\n\n")
+    assert head == (
+        "---\ndescription: About it.\nsource: https://github.com/treeparams/treeparams/blob/main/notebooks/some.ipynb\n"
+        "image: notebooks/some-2.0.png\n---"
+    )
     assert title == "# Title"
     assert "/blob/main/notebooks/some.ipynb" in buttons
     assert 'href="some.ipynb" download' in buttons
@@ -254,3 +272,19 @@ def test_a_notebook_becomes_a_page(tmp_path):
     ]
     assert (tmp_path / "out" / "some-2.0.png").read_bytes() == bytes(3)
     assert (tmp_path / "out" / "some.ipynb").read_bytes() == notebook.read_bytes()
+
+
+def test_benchmarks_become_pages_with_all_claims():
+    results, gpu = ((SITE.parent / "benchmarks" / name).read_text() for name in ("RESULTS.md", "GPU.md"))
+    pages = dict(benchmark_pages.pages(results, gpu))
+    verdicts = re.findall(r"^\| .*\| +(met|\*\*missed\*\*) \|$", results, re.M)
+    assert len(verdicts) > 200
+    assert len(re.findall(r"^\| .*\| (?:met|\*\*missed\*\*) \|$", pages["index.md"], re.M)) == len(verdicts)
+    assert f"{verdicts.count('met')} of {len(verdicts)} claims are met" in pages["index.md"]
+    subjects = re.findall(r"^## (\w+)$", pages["tables.md"], re.M)
+    assert set(re.findall(r"^## (\w+)$", pages["index.md"], re.M)) <= set(subjects)
+    for page in pages.values():
+        description, _, rest = page.removeprefix("---\ndescription: ").partition("\n")
+        assert len(description) <= 160
+        assert re.match(r"source: \S+\nsearch:\n  exclude: true\n---\n\n# .*\n", rest)
+        assert len(re.findall("^# ", page, re.M)) == 1

@@ -188,7 +188,7 @@ def test_lbfgs_finds_the_minimum_that_newton_finds_in_numpy(example):
         data = lbfgs.Data(jnp.asarray(measured), jnp.asarray(benign, float))
         start = tp.tie(lbfgs.Classifier(data.measured, key=jax.random.key(0)))
         # It checks itself that the other methods arrive where this one does.
-        model, iterations, evaluations = lbfgs.with_scipy(start, data, 500)
+        model, iterations, evaluations, _ = lbfgs.with_scipy(start, data, 500)
         np.testing.assert_allclose(tp.ravel(model)[0], vector, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(model.worst.weight, model.mean.weight)
         np.testing.assert_allclose(model.centre, measured.mean(0), rtol=1e-12)
