@@ -61,13 +61,13 @@ def test_the_frozen_layer_of_equinox(page):
         model, state = step(model, state, page.xs, 5 * page.xs - 2)
     assert_same(page.tuned, model)
     assert not jnp.array_equal(model.layers[1].weight, page.mlp.layers[1].weight)
-    with pytest.raises(TypeError, match="function"):
+    with pytest.raises(TypeError, match="custom_jvp"):  # the activation
         optax.adam(3e-3).init(page.mlp)
 
 
 def test_the_gan_of_equinox(page):
     rule = optax.adam(2e-4, b1=0.5, b2=0.999)
-    (generator, discriminator), running = page.nets, page.running
+    (generator, discriminator), running = page.nets, page.fresh
     g_state, d_state = (rule.init(eqx.filter(net, eqx.is_inexact_array)) for net in page.nets)
 
     @eqx.filter_jit
@@ -86,8 +86,7 @@ def test_the_gan_of_equinox(page):
     for noise in page.noises:
         discriminator, d_state, running, grads = step_discriminator(discriminator, generator, d_state, running, noise)
         generator, g_state, running = step_generator(generator, discriminator, g_state, running, noise)
-    assert_same(page.gan[0], (generator, discriminator))
-    assert_same(page.gan[2], running)
+    assert_same((page.generator, page.discriminator, page.running), (generator, discriminator, running))
     assert not jnp.array_equal(generator.layers[0].weight, page.nets[0].layers[0].weight)
 
     # As the original has it: `eqx.is_array` selects the initial statistics, too.
@@ -209,7 +208,8 @@ def test_the_clip_and_adam_of_purejaxrl(page):
         def update(state, obs):
             loss = lambda params: jnp.mean((state.apply_fn(params, obs) - 1) ** 2)
             grads = jax.grad(loss)(state.params)
-            return state.apply_gradients(grads=grads), optax.global_norm(grads)
+            squares = [jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)]
+            return state.apply_gradients(grads=grads), jnp.sqrt(sum(squares))
 
         return jax.lax.scan(update, TrainState.create(apply_fn=page.actor.apply, params=params, tx=tx), page.rollouts)
 
@@ -247,17 +247,19 @@ def test_the_tied_embedding_of_midgpt_and_kira(page):
 
 
 def test_the_train_state_of_flax_that_stays(page):
+    embedding = page.params["params"]["wte"]
     frozen = lambda params: {"params": params["params"] | {"wte": jax.lax.stop_gradient(params["params"]["wte"])}}
-    classifier = TrainState.create(apply_fn=page.gpt.apply_fn, params=page.params, tx=page.rule)
+    with_embedding = lambda params: {"params": params["params"] | {"wte": embedding}}
 
     @jax.jit
-    def step(classifier, tokens):
-        loss = lambda params: page.token_loss(classifier.apply_fn(frozen(params), tokens[:-1]), tokens[1:])
-        return classifier.apply_gradients(grads=jax.grad(loss)(classifier.params))
+    def step(run, tokens):
+        loss = lambda params: page.token_loss(run.apply_fn(frozen(params), tokens[:-1]), tokens[1:])
+        return run.apply_gradients(grads=jax.grad(loss)(run.params))
 
+    run = TrainState.create(apply_fn=page.gpt.apply_fn, params=page.params, tx=page.rule)
+    assert jnp.any(step(run, page.tokens).params["params"]["wte"]["embedding"] != embedding["embedding"])
     for _ in range(3):
-        classifier = step(classifier, page.tokens)
-    by_hand, ported = classifier.params["params"], page.classifier.params["params"]
-    embedding = page.params["params"]["wte"]["embedding"]
-    assert jnp.any(by_hand["wte"]["embedding"] != embedding)
-    assert_same(ported, by_hand | {"wte": {"embedding": embedding}})
+        run = step(run, page.tokens)
+        run = run.replace(params=with_embedding(run.params))
+    assert_same(page.classifier.params, run.params)
+    assert jnp.all(run.params["params"]["c_fc"]["kernel"] != page.params["params"]["c_fc"]["kernel"])
