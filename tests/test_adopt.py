@@ -1,0 +1,265 @@
+"""The ported programs of the page "Adopt it in a program you have" against the same steps written by hand."""
+
+import pathlib
+import types
+
+import equinox as eqx
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import paramax
+import pytest
+from flax.training.train_state import TrainState
+
+from .blocks import run
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "pages" / "how-to" / "adopt.md"
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The names that the code of the page makes."""
+    with jax.numpy_dtype_promotion("standard"):
+        return types.SimpleNamespace(**run(PAGE)[0])
+
+
+def assert_same(ported, by_hand):
+    """Equal arrays at equal paths, bit for bit."""
+    ported, by_hand = (
+        [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (eqx.filter(ported, eqx.is_array), eqx.filter(by_hand, eqx.is_array))
+    )
+    assert [path for path, _ in ported] == [path for path, _ in by_hand] != []
+    for (path, one), (_, other) in zip(ported, by_hand, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other, path)
+
+
+def assert_close(ported, by_hand):
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7), ported, by_hand)
+
+
+def test_the_frozen_layer_of_equinox(page):
+    mask = jax.tree.map(lambda _: False, page.mlp)
+    mask = eqx.tree_at(lambda mask: (mask.layers[-1].weight, mask.layers[-1].bias), mask, (True, True))
+    rule = optax.sgd(3e-3)
+
+    @eqx.filter_jit
+    def step(model, state, x, y):
+        @eqx.filter_grad
+        def gradient(trained, frozen):
+            return jnp.mean((y - jax.vmap(eqx.combine(trained, frozen))(x)) ** 2)
+
+        updates, state = rule.update(gradient(*eqx.partition(model, mask)), state)
+        return eqx.apply_updates(model, updates), state
+
+    model, state = page.mlp, rule.init(page.mlp)
+    for _ in range(3):
+        model, state = step(model, state, page.xs, 5 * page.xs - 2)
+    assert_same(page.tuned, model)
+    assert not jnp.array_equal(model.layers[1].weight, page.mlp.layers[1].weight)
+    with pytest.raises(TypeError, match="custom_jvp"):  # the activation
+        optax.adam(3e-3).init(page.mlp)
+
+
+def test_the_gan_of_equinox(page):
+    rule = optax.adam(2e-4, b1=0.5, b2=0.999)
+    (generator, discriminator), running = page.nets, page.fresh
+    g_state, d_state = (rule.init(eqx.filter(net, eqx.is_inexact_array)) for net in page.nets)
+
+    @eqx.filter_jit
+    def step_discriminator(discriminator, generator, d_state, running, noise):
+        gradient = eqx.filter_grad(page.discriminator_loss, has_aux=True)
+        grads, running = gradient(discriminator, generator, running, noise, page.images)
+        updates, d_state = rule.update(grads, d_state)
+        return eqx.apply_updates(discriminator, updates), d_state, running, grads
+
+    @eqx.filter_jit
+    def step_generator(generator, discriminator, g_state, running, noise):
+        grads, running = eqx.filter_grad(page.generator_loss, has_aux=True)(generator, discriminator, running, noise)
+        updates, g_state = rule.update(grads, g_state)
+        return eqx.apply_updates(generator, updates), g_state, running
+
+    for noise in page.noises:
+        discriminator, d_state, running, grads = step_discriminator(discriminator, generator, d_state, running, noise)
+        generator, g_state, running = step_generator(generator, discriminator, g_state, running, noise)
+    assert_same((page.generator, page.discriminator, page.running), (generator, discriminator, running))
+    assert not jnp.array_equal(generator.layers[0].weight, page.nets[0].layers[0].weight)
+
+    # As the original has it: `eqx.is_array` selects the initial statistics, too.
+    state = rule.init(eqx.filter(discriminator, eqx.is_array))
+    assert state[0].mu.layers[1].ema_first_time_index.init.dtype == bool
+    assert grads.layers[1].ema_first_time_index.init is None
+    if "cast_like" in vars(optax.tree):
+        with pytest.raises(ValueError, match="ema_first_time_index"):
+            rule.update(grads, state)
+
+
+def test_the_neural_sde_of_diffrax(page):
+    rules = {"generator": optax.rmsprop(2e-5), "discriminator": optax.rmsprop(-1e-4)}
+
+    def faster_start(updates):
+        return eqx.tree_at(lambda tree: jax.tree.leaves(tree.initial), updates, replace_fn=lambda leaf: 10 * leaf)
+
+    def clipped(model):
+        def clip(node):
+            if not isinstance(node, eqx.nn.Linear):
+                return node
+            limit = 1 / node.out_features
+            return eqx.tree_at(lambda node: node.weight, node, node.weight.clip(-limit, limit))
+
+        return jax.tree.map(clip, model, is_leaf=lambda node: isinstance(node, eqx.nn.Linear))
+
+    @eqx.filter_jit
+    def step(pair, states, noise, paths):
+        grads = eqx.filter_grad(page.score)(pair, noise, paths)
+        for name, rule in rules.items():
+            updates, state = rule.update(grads[name], states[name])
+            pair, states = pair | {name: eqx.apply_updates(pair[name], faster_start(updates))}, states | {name: state}
+        return pair | {"discriminator": clipped(pair["discriminator"])}, states
+
+    pair = page.pair
+    states = {name: rule.init(eqx.filter(pair[name], eqx.is_inexact_array)) for name, rule in rules.items()}
+    for _ in range(3):
+        pair, states = step(pair, states, page.noise, page.paths)
+    assert_same(page.clipped, pair)
+    weight = page.clipped["discriminator"].initial.layers[0].weight
+    assert jnp.abs(weight).max() == 1 / 4 < jnp.abs(page.pair["discriminator"].initial.layers[0].weight).max()
+
+
+def test_the_decay_mask_and_the_clip_of_gpt_jax(page):
+    names = flax.traverse_util.flatten_dict(page.params)
+    decays = {path: path[-1] not in {"bias", "embedding", "scale"} for path in names}
+    decays = flax.traverse_util.unflatten_dict(decays)
+    assert decays == page.decays
+
+    adamw = optax.adamw(2.5e-4, 0.9, 0.95, weight_decay=1e-2, mask=decays)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    gpt = TrainState.create(apply_fn=page.gpt.apply_fn, params=page.params, tx=tx)
+
+    @jax.jit
+    def step(gpt, tokens):
+        loss = lambda params: page.token_loss(gpt.apply_fn(params, tokens[:-1]), tokens[1:])
+        return gpt.apply_gradients(grads=jax.grad(loss)(gpt.params))
+
+    for _ in range(3):
+        gpt = step(gpt, page.tokens)
+    assert_close(page.gpt.params, gpt.params)
+    assert not jnp.array_equal(gpt.params["params"]["wte"]["embedding"], page.params["params"]["wte"]["embedding"])
+    with pytest.raises(ValueError, match="FrozenDict"):
+        optax.adamw(2.5e-4, mask=flax.core.freeze(decays)).init(page.params)
+
+
+def test_fit_to_data_of_flowjax(page):
+    wrapped = eqx.tree_at(lambda flow: flow.base_dist, page.flow, replace_fn=paramax.non_trainable)
+    fitted = page.fit_to_data(wrapped, page.data, optax.adamw(5e-4))
+    assert isinstance(fitted.base_dist["loc"], paramax.NonTrainable)
+    assert_same(page.fitted, paramax.unwrap(fitted))
+    assert jnp.all(fitted.shift != page.flow.shift)
+
+
+def test_td3_and_dqn_of_cleanrl(page):
+    class State(TrainState):
+        target_params: dict
+
+    networks = {"actor": page.actor, "qf1": page.critic, "qf2": page.critic}
+    states = {
+        name: State.create(
+            apply_fn=network.apply, params=page.first[name], target_params=page.first[name], tx=optax.adam(3e-4)
+        )
+        for name, network in networks.items()
+    }
+
+    @jax.jit
+    def update_critic(states, batch):
+        actions = page.act(states["actor"].target_params, batch["next_obs"])
+        values = [page.value(states[name].target_params, batch["next_obs"], actions) for name in ("qf1", "qf2")]
+        wanted = batch["rewards"] + 0.99 * jnp.minimum(*values)
+        for name in ("qf1", "qf2"):
+            loss = lambda params: jnp.mean((page.value(params, batch["obs"], batch["actions"]) - wanted) ** 2)
+            states = states | {name: states[name].apply_gradients(grads=jax.grad(loss)(states[name].params))}
+        return states
+
+    @jax.jit
+    def update_actor(states, obs):
+        loss = lambda params: -jnp.mean(page.value(states["qf1"].params, obs, page.act(params, obs)))
+        grads = jax.grad(loss)(states["actor"].params)
+        states = states | {"actor": states["actor"].apply_gradients(grads=grads)}
+        soft = lambda state: optax.incremental_update(state.params, state.target_params, 0.005)
+        return {name: state.replace(target_params=soft(state)) for name, state in states.items()}
+
+    for _ in range(3):
+        states = update_actor(update_critic(states, page.batch), page.batch["obs"])
+    assert_same(page.agent, {name: state.params for name, state in states.items()})
+    assert_same(page.target, {name: state.target_params for name, state in states.items()})
+    kernels = [tree["actor"]["params"]["kernel"] for tree in (page.first, page.target, page.agent)]
+    assert jnp.all(kernels[0] != kernels[1])
+    assert jnp.all(kernels[1] != kernels[2])
+    assert_same(page.copied, optax.incremental_update(page.agent, page.target, 1))
+
+
+def test_the_clip_and_adam_of_purejaxrl(page):
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(page.rate, eps=1e-5))
+
+    def train(params):
+        def update(state, obs):
+            loss = lambda params: jnp.mean((state.apply_fn(params, obs) - 1) ** 2)
+            grads = jax.grad(loss)(state.params)
+            squares = [jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)]
+            return state.apply_gradients(grads=grads), jnp.sqrt(sum(squares))
+
+        return jax.lax.scan(update, TrainState.create(apply_fn=page.actor.apply, params=params, tx=tx), page.rollouts)
+
+    states, norms = jax.jit(jax.vmap(train))(page.seeds)
+    assert_close(page.policies, states.params)
+    assert_close(page.norms, norms)
+    assert jnp.all(norms > 0.5)
+
+
+def test_the_tied_embedding_of_midgpt_and_kira(page):
+    def trained(logits, params):
+        """Three steps on the parameters of a model that is called as `logits(params, tokens)`."""
+
+        @jax.jit
+        def step(params, state, tokens):
+            loss = lambda params: page.token_loss(logits(params, tokens[:-1]), tokens[1:])
+            updates, state = page.adamw.update(jax.grad(loss)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = page.adamw.init(params)
+        for _ in range(3):
+            params, state = step(params, state, page.tokens)
+        return params
+
+    start, static = eqx.partition(page.start, eqx.is_array)
+    apart = trained(lambda params, tokens: jax.vmap(eqx.combine(params, static))(tokens), start)
+    assert jnp.any(apart.lm_head.weight != apart.wte.weight)  # as in midGPT
+
+    pair = eqx.nn.Shared((page.start.wte, page.start.lm_head), lambda pair: pair[1].weight, lambda pair: pair[0].weight)
+    shared, static = eqx.partition(pair, eqx.is_array)
+    call = lambda params, tokens: jax.vmap(page.Language(*eqx.combine(params, static)()))(tokens)
+    wte, lm_head = eqx.combine(trained(call, shared), static)()  # as in Kira
+    assert_same(page.tied, page.Language(wte, lm_head))
+    assert jnp.all(wte.weight != page.start.wte.weight)
+
+
+def test_the_train_state_of_flax_that_stays(page):
+    embedding = page.params["params"]["wte"]
+    frozen = lambda params: {"params": params["params"] | {"wte": jax.lax.stop_gradient(params["params"]["wte"])}}
+    with_embedding = lambda params: {"params": params["params"] | {"wte": embedding}}
+
+    @jax.jit
+    def step(run, tokens):
+        loss = lambda params: page.token_loss(run.apply_fn(frozen(params), tokens[:-1]), tokens[1:])
+        return run.apply_gradients(grads=jax.grad(loss)(run.params))
+
+    run = TrainState.create(apply_fn=page.gpt.apply_fn, params=page.params, tx=page.rule)
+    assert jnp.any(step(run, page.tokens).params["params"]["wte"]["embedding"] != embedding["embedding"])
+    for _ in range(3):
+        run = step(run, page.tokens)
+        run = run.replace(params=with_embedding(run.params))
+    assert_same(page.classifier.params, run.params)
+    assert jnp.all(run.params["params"]["c_fc"]["kernel"] != page.params["params"]["c_fc"]["kernel"])
