@@ -5,6 +5,7 @@ The goals are what docstrings of Equinox 0.13.8 and Optax 0.2.8 have, whichever 
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 GOALS = {"what": 0.3, "of its own": 0.1, "by itself": 0.0, "stands?": 0.0, "you": 1.9}
 _AS_IS = re.compile(r"^ *```(?s:.*?)^ *```$|^ *>>>.*(?:\n(?! *$).*)*|`[^`]*`|\]\([^)]*\)", re.MULTILINE)
+_IN_CODE = re.compile(r'"""(?s:.*?)"""|# .*|figures\.show\((?s:.*?)\n\)')
 
 
 def counted(texts: Iterable[str]) -> dict[str, float]:
@@ -40,10 +42,19 @@ def readme() -> Iterator[str]:
     yield (ROOT / "README.md").read_text()
 
 
+def notebooks() -> Iterator[str]:
+    """The notebooks: their text, and docstrings, comments and alternative texts in their code."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
+            yield source if cell["cell_type"] == "markdown" else "\n".join(_IN_CODE.findall(source))
+
+
 def main() -> None:
     """Prints a table."""
     print(f"{'':12}", *(f"{word:>10}" for word in GOALS))
-    for name, texts in {"docstrings": docstrings(), "pages": pages(), "readme": readme()}.items():
+    kinds = {"docstrings": docstrings(), "pages": pages(), "notebooks": notebooks(), "readme": readme()}
+    for name, texts in kinds.items():
         print(f"{name:12}", *(f"{count:10.2f}" for count in counted(texts).values()))
     print(f"{'goal':12}", *(f"{count:10.2f}" for count in GOALS.values()))
 

@@ -1,4 +1,4 @@
-"""Notebooks as pages: text and code as they stand, pictures as files beside the page."""
+"""Notebooks as pages: their text, code and outputs, with pictures as files beside the page."""
 
 import base64
 import json
@@ -10,6 +10,7 @@ from typing import Any
 
 REPOSITORY = "treeparams/treeparams/blob/main/notebooks"
 COLAB = f"https://colab.research.google.com/github/{REPOSITORY}"
+FOLD = "hide-input"  # a tag that folds the code of a cell, also in Jupyter Book
 
 
 def write(notebook: Path, folder: Path) -> str:
@@ -38,20 +39,24 @@ def _cell(cell: dict[str, Any], picture: Path) -> Iterator[str]:
     if cell["cell_type"] == "markdown":
         yield text
     elif text:
-        yield f"```python\n{text}\n```"
-        alt = cell["metadata"].get("alt", "")
+        code = f"```python\n{text}\n```"
+        yield _folded(code) if FOLD in cell["metadata"].get("tags", ()) else code
         kind = "figure map" if re.search(r"\b(imshow|pcolormesh|contourf)\(", text) else "figure"
         for i, output in enumerate(cell["outputs"]):
-            yield from filter(None, [_output(output, alt, kind, picture.with_suffix(f".{i}.png"))])
+            yield from filter(None, [_output(output, kind, picture.with_suffix(f".{i}.png"))])
 
 
-def _output(output: dict[str, Any], alt: str, kind: str, picture: Path) -> str:
+def _folded(code: str) -> str:
+    return f'<details markdown="1">\n<summary>Code of the figure</summary>\n\n{code}\n\n</details>'
+
+
+def _output(output: dict[str, Any], kind: str, picture: Path) -> str:
     data = output.get("data", {})
     if "image/png" in data:
         picture.write_bytes(base64.b64decode("".join(data["image/png"])))
-        width = output["metadata"].get("image/png", {}).get("width")  # of a picture for screens of twice the resolution
-        size = f' width="{width}"' if width else ""
-        return f'<img class="{kind}" src="{picture.name}" alt="{escape(alt)}"{size}>'
+        about = output["metadata"].get("image/png", {})
+        size = f' width="{about["width"]}"' if "width" in about else ""  # for screens of twice the resolution
+        return f'<img class="{kind}" src="{picture.name}" alt="{escape(about.get("alt", ""))}"{size}>'
     if "text/markdown" in data:
         return "".join(data["text/markdown"])
     shown = data.get("text/plain", "") if output.get("name") != "stderr" else ""

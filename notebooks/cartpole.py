@@ -1,6 +1,6 @@
 """CartPole for Q-learning in JAX: acting, replay, and a whole training run as one `scan`.
 
-What is learned, and how, is up to the caller: `run` takes the learning step as a function.
+You pass the learning step to `run` as a function.
 """
 
 from collections.abc import Callable
@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-ENVS = 4  # that are played at the same time
+ENVS = 4  # played at the same time
 BATCH = 64  # transitions in a learning step
 EXPLORE = 0.05  # share of random actions, after the first quarter of a run
 ENV, PARAMS = gymnax.make("CartPole-v1")
 
 
 class Learner(NamedTuple):
-    """What a learning step changes."""
+    """The networks, and the state of the optimiser."""
 
     online: Any  # from an observation to the values of the two actions
     target: Any
@@ -28,21 +28,19 @@ class Learner(NamedTuple):
 class Transition(NamedTuple):
     """One step of one environment."""
 
-    # Four numbers of cart and pole, and the last action, one-hot: zeros where there was none.
-    observation: Array
+    observation: Array  # position and speed of cart and pole, four numbers
     action: Array  # one-hot
-    following: Array  # the observation after it, before any reset
-    fallen: Array  # 1.0 where the pole fell; not where the time was up
+    following: Array  # the next observation, before any reset
+    fallen: Array  # 1.0 if the pole fell, 0.0 otherwise, also at the end of the time
 
 
 def reset(key: Array, count: int) -> tuple[Array, Any]:
-    """The first observations of `count` episodes, and the states of their environments."""
-    physics, states = jax.vmap(ENV.reset, in_axes=(0, None))(jax.random.split(key, count), PARAMS)
-    return jnp.concatenate([physics, jnp.zeros((count, 2))], axis=1), states
+    """Starts `count` episodes. Returns the first observations, and states of the environments."""
+    return jax.vmap(ENV.reset, in_axes=(0, None))(jax.random.split(key, count), PARAMS)
 
 
 def act(online: Callable[[Array], Array], observations: Array, explore: Array, key: Array) -> Array:
-    """The action in each environment, one-hot: the best, or random with probability `explore`."""
+    """Chooses one-hot actions: the best ones, or random ones with probability `explore`."""
     by_chance, other = jax.random.split(key)
     best = jnp.argmax(jax.vmap(online)(observations), axis=1)
     random = jax.random.randint(other, best.shape, 0, 2)
@@ -53,18 +51,32 @@ def act(online: Callable[[Array], Array], observations: Array, explore: Array, k
 def advance(
     states: Any, observations: Array, actions: Array, key: Array
 ) -> tuple[Any, Array, Transition]:
-    """One step of each environment. Where an episode ends the next one begins."""
+    """Steps each environment. After the end of an episode the next one begins."""
     step = jax.vmap(ENV.step, in_axes=(0, 0, 0, None))
     keys, chosen = jax.random.split(key, len(actions)), jnp.argmax(actions, axis=1)
-    physics, states, _, fallen, late, info = step(keys, states, chosen, PARAMS)
-    last = jnp.where((fallen | late)[:, None], 0.0, actions)
-    following = jnp.concatenate([info["final_observation"], actions], axis=1)
-    transition = Transition(observations, actions, following, fallen.astype(float))
-    return states, jnp.concatenate([physics, last], axis=1), transition
+    new, states, _, fallen, _, info = step(keys, states, chosen, PARAMS)
+    transition = Transition(observations, actions, info["final_observation"], fallen.astype(float))
+    return states, new, transition
+
+
+def returns(online: Callable[[Array], Array], key: Array, episodes: int = 64) -> Array:
+    """Plays episodes without exploration. Returns the mean return, at most 500."""
+    observations, states = reset(key, episodes)
+
+    def step(carry: Any, key: Array) -> tuple[Any, Array]:
+        states, observations, up = carry
+        actions = act(online, observations, jnp.zeros(()), key)
+        states, observations, transition = advance(states, observations, actions, key)
+        return (states, observations, up * (1 - transition.fallen)), up
+
+    _, rewards = jax.lax.scan(
+        step, (states, observations, jnp.ones(episodes)), jax.random.split(key, 500)
+    )
+    return jnp.mean(jnp.sum(rewards, axis=0))
 
 
 def measure(learner: Learner) -> dict[str, Array]:
-    """The largest value and the mean values of both networks at the start of 256 fixed episodes."""
+    """Returns the largest value, and the mean values of both networks, at 256 fixed starts."""
     starts, _ = reset(jax.random.key(2), 256)
     online, target = jax.vmap(learner.online)(starts), jax.vmap(learner.target)(starts)
     return {
@@ -86,21 +98,20 @@ def run(
 
     Args:
         key: for the environments, the exploration and the batches.
-        learner: what learns.
-        learn: from a learner, a batch and the number of this update, from 1 on, to the learner
-            after it.
-        points: how often to record the values, after the start.
-        spacing: updates between two records. As many steps are played before the first update, to
-            fill the replay.
+        learner: the initial learner.
+        learn: a function of a learner, a batch and the number of the update, counted from 1. It
+            returns the learner after the update.
+        points: the number of records after the initial one.
+        spacing: updates between two records, and steps before the first update, which fill the
+            replay.
 
     Returns:
-        The learner at the end, and what `measure` says of it `points + 1` times, first before any
-        update.
+        The last learner, and `points + 1` records of `measure`, the first before any update.
     """
     resetting, playing = jax.random.split(key)
     observations, states = reset(resetting, ENVS)
     length = (points + 1) * spacing
-    one = Transition(observations, observations[:, 4:], observations, observations[:, 0])
+    one = Transition(observations, jnp.zeros((ENVS, 2)), observations, jnp.zeros(ENVS))
     replay = jax.tree.map(lambda leaf: jnp.zeros((length, *leaf.shape), leaf.dtype), one)
 
     def iterate(carry: Any, time: Array) -> tuple[Any, None]:
@@ -117,8 +128,8 @@ def run(
             batch = jax.tree.map(lambda stored: stored[row, column], replay)
             return learn(learner, batch, time - spacing + 1)
 
-        # This `cond` also keeps XLA from copying the whole replay at each step, which takes longer
-        # than all the rest: XLA would merge the writing of a row with the reading of a batch.
+        # Without this `cond` XLA copies the whole replay at each step, because it merges the
+        # writing of a row with the reading of a batch. The copy takes longer than all the rest.
         learner = jax.lax.cond(time < spacing, lambda learner: learner, update, learner)
         return (learner, states, observations, replay), None
 

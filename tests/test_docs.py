@@ -245,10 +245,10 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
 
 
 def test_a_notebook_becomes_a_page(tmp_path):
-    picture = {"data": {"image/png": "AAAA"}, "metadata": {"image/png": {"width": 300}}}
+    picture = {"data": {"image/png": "AAAA"}, "metadata": {"image/png": {"width": 300, "alt": "a < b"}}}
     cells = [
         {"cell_type": "markdown", "source": ["# Title\n", "Lead."]},
-        {"cell_type": "code", "source": ["draw()"], "metadata": {"alt": "a < b"}, "outputs": [picture]},
+        {"cell_type": "code", "source": ["draw()"], "metadata": {"tags": ["hide-input"]}, "outputs": [picture]},
         {"cell_type": "code", "source": ["1"], "metadata": {}, "outputs": [{"name": "stdout", "text": ["1\n"]}]},
     ]
     notebook = tmp_path / "some.ipynb"
@@ -265,7 +265,9 @@ def test_a_notebook_becomes_a_page(tmp_path):
     assert 'href="some.ipynb" download' in buttons
     assert rest == [
         "Lead.",
+        '<details markdown="1">\n<summary>Code of the figure</summary>',
         "```python\ndraw()\n```",
+        "</details>",
         '<img class="figure" src="some-2.0.png" alt="a &lt; b" width="300">',
         "```python\n1\n```",
         "```text\n1\n```",

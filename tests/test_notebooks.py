@@ -1,9 +1,11 @@
-"""The notebooks as they are committed: run from top to bottom, with pictures, and nothing of the machine in them.
+"""The notebooks as committed: executed from top to bottom, with pictures, and without traces of a machine.
 
-That they run is tested by running them: `pytest --nbmake notebooks`, as `.ci/run` does.
+`pytest --nbmake notebooks` executes them, as `.ci/run` does.
 """
 
 import base64
+import html
+import io
 import json
 import pathlib
 import re
@@ -11,13 +13,18 @@ import struct
 
 import pytest
 
+from .test_docs import dialect
+
 FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SCREEN = 40  # lines of code in a cell
-COLAB = """# On Colab, run this first:
-# !git clone -q https://github.com/treeparams/treeparams && pip install -q "./treeparams[notebooks]"
-# %cd treeparams/notebooks
-"""
+COLAB = """import sys
+
+if "google.colab" in sys.modules:  # on Colab: install the library, and go to its notebooks
+    !git clone -q https://github.com/treeparams/treeparams /content/treeparams
+    !pip install -q "/content/treeparams[notebooks]"
+    %cd -q /content/treeparams/notebooks"""
+FOLDED = {"cellView": "form", "jupyter": {"source_hidden": True}, "tags": ["hide-input"]}  # Colab, JupyterLab, the site
 
 
 def test_all_are_there():
@@ -28,6 +35,7 @@ def test_all_are_there():
         "one_vector",
         "target_networks",
         "tour",
+        "training_step",
     ]
 
 
@@ -67,21 +75,40 @@ def test_it_ran_once_from_top_to_bottom_without_a_word_on_stderr(cells):
     assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
 
 
-def test_it_begins_with_what_to_run_on_colab_and_has_the_style_of_all(cells):
-    assert "".join(_code(cells)[0]["source"]).startswith(COLAB)
+def test_it_begins_with_the_installation_on_colab_and_has_the_style_of_all(cells):
+    assert "".join(_code(cells)[0]["source"]) == COLAB
     source = "".join(line for cell in _code(cells) for line in cell["source"])
     assert 'plt.style.use("figures.mplstyle")' in source
     assert '%config InlineBackend.figure_format = "retina"' in source
 
 
-def test_each_picture_has_a_title_and_says_in_words_what_it_shows(cells):
+def test_each_picture_has_a_title_and_an_alternative_text(cells):
     shown = [cell for cell in _code(cells) if _pictures(cell)]
     assert len(shown) >= 2
     assert [cell["id"] for cell in shown if "title" not in "".join(cell["source"])] == []
-    words = [cell["metadata"].get("alt", "") for cell in shown]
-    assert [alt for alt in words if len(alt.split()) < 6] == []
-    assert len(set(words)) == len(words)
-    assert [cell["id"] for cell in cells if "alt" in cell["metadata"] and cell not in shown] == []
+    outputs = [output for cell in shown for output in cell["outputs"] if "image/png" in output.get("data", {})]
+    texts = [output["metadata"]["image/png"]["alt"] for output in outputs]
+    assert [alt for alt in texts if len(alt.split()) < 6] == []
+    assert len(set(texts)) == len(texts)
+
+
+def test_code_that_only_draws_is_folded(cells):
+    for cell in cells:
+        draws = "plt.subplots(" in "".join(cell["source"]) and cell["cell_type"] == "code"
+        assert cell["metadata"] == (FOLDED if draws else {}), cell["id"]
+
+
+def test_nbconvert_finds_the_alternative_texts(cells):
+    """In its classic template: that of JupyterLab has none for any picture."""
+    exporters = pytest.importorskip("nbconvert.exporters")
+    (cell,) = [cell for cell in cells if _pictures(cell)][:1]
+    notebook = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    exporter = exporters.HTMLExporter(template_name="classic")
+    page, _ = exporter.from_file(io.StringIO(json.dumps(notebook)))
+    (alt,) = [
+        output["metadata"]["image/png"]["alt"] for output in cell["outputs"] if "image/png" in output.get("data", {})
+    ]
+    assert f'alt="{html.escape(alt)}"' in page
 
 
 def test_pictures_have_200_dots_per_inch(cells):
@@ -105,3 +132,10 @@ def test_no_cell_is_longer_than_a_screen_and_each_picture_has_words_beside_it(ce
 
 def test_nothing_of_the_machine_is_in_it(cells):
     assert re.findall(r"/(?:home|root|tmp|usr|Users)/|0x[0-9a-f]{8,}", json.dumps(cells)) == []
+
+
+def test_the_prose_is_as_readable_as_the_goals_demand():
+    counted = dialect.counted(dialect.notebooks())
+    you = counted.pop("you")
+    assert {word: count for word, count in counted.items() if count > dialect.GOALS[word]} == {}
+    assert you > dialect.GOALS["you"]
