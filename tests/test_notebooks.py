@@ -13,8 +13,6 @@ import struct
 
 import pytest
 
-from .test_docs import dialect
-
 FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SCREEN = 40  # lines of code in a cell
@@ -132,10 +130,3 @@ def test_no_cell_is_longer_than_a_screen_and_each_picture_has_words_beside_it(ce
 
 def test_nothing_of_the_machine_is_in_it(cells):
     assert re.findall(r"/(?:home|root|tmp|usr|Users)/|0x[0-9a-f]{8,}", json.dumps(cells)) == []
-
-
-def test_the_prose_is_as_readable_as_the_goals_demand():
-    counted = dialect.counted(dialect.notebooks())
-    you = counted.pop("you")
-    assert {word: count for word, count in counted.items() if count > dialect.GOALS[word]} == {}
-    assert you > dialect.GOALS["you"]

@@ -161,8 +161,8 @@ def _refuse_other(source: OnDisk) -> None:
     is_pickle = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] != b"\0"
     if is_pickle or start[:4] == b"PK\3\4":
         raise ValueError(
-            f"{name} is a pickle, as PyTorch writes, which can run any code when it is read, so treeparams "
-            "does not read it. If you trust it, convert it once with PyTorch: arrays = torch.load(path, "
+            f"{name} is a pickle, as PyTorch writes it; reading one can run any code, so treeparams does not. "
+            "If you trust it, convert it once with PyTorch: arrays = torch.load(path, "
             'map_location="cpu", weights_only=True), safetensors.torch.save_file({name: array.contiguous().clone() '
             'for name, array in arrays.items()}, "model.safetensors")'
         ) from None
