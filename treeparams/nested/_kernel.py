@@ -92,10 +92,9 @@ class _Rows:
     def __init__(self, of: Outputs, samples: PyTree, at_once: int | None, unless_all: int) -> None:
         self.outputs = jax.eval_shape(jax.vmap(lambda x: of(of.slots, x)), samples).shape[1]
         self.count = length_of(samples) * self.outputs
-        if at_once is None:
-            is_small = self.count * sum(leaf.size for leaf in jax.tree.leaves(of.slots)) <= _ALL
-            at_once = self.count if is_small else unless_all
-        self.blocks = max(1, -(-self.count // max(1, at_once)))
+        is_small = self.count * sum(leaf.size for leaf in jax.tree.leaves(of.slots)) <= _ALL
+        most = at_once or (self.count if is_small else unless_all)
+        self.blocks = max(1, -(-self.count // max(1, most)))
         self.size = -(-self.count // self.blocks)
         self._samples = jax.tree.map(lambda leaf: replicated(jnp.asarray(leaf)), samples)
         self._of = of
