@@ -103,7 +103,7 @@ def test_a_state_without_value_and_gradient_is_refused():
     model, loss = {"w": ramp(2)}, lambda model: jnp.sum(model["w"])
     forgets = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9))
     for rule, count in ((optax.adam(0.1), 0), (forgets, 0), (optax.chain(SEARCH, SEARCH), 2)):
-        with pytest.raises(ValueError, match=rf"expected one line search .*, found {count}: optax\.lbfgs"):
+        with pytest.raises(ValueError, match=rf"expected one line search .*, found {count}: use optax\.lbfgs"):
             optim.value_and_grad_from_state(loss)(model, state=optim.trainable(rule).init(model))
     with pytest.raises(ValueError, match=r"expected the state of one transformation over models"):
         optim.value_and_grad_from_state(loss)(model, state=SEARCH.init(model))

@@ -184,7 +184,7 @@ def test_what_else_is_refused():
     theirs = optax.adam(0.1).init(params)
     with pytest.raises(ValueError, match=r"float32\[4\] at '0\.mu\.mean', .* keeps float32\[3\]"):
         optim.from_optax(WITH_ADAM, optax.adam(0.1).init(params | {"mean": ramp(4)}), model)
-    with pytest.raises(ValueError, match="state of a transformation over models already"):
+    with pytest.raises(ValueError, match="already a state of a transformation over models"):
         optim.from_optax(WITH_ADAM, state, model)
     with pytest.raises(ValueError, match=r"outside of jax\.jit"):
         jax.jit(lambda theirs: optim.from_optax(WITH_ADAM, theirs, model).runs)(theirs)
