@@ -135,7 +135,7 @@ def main(seeds: int = 20, steps: int = 120, plot: str = "") -> dict[tuple[str, s
 
 def draw_seeds(outcomes: dict[tuple[str, str], Outcome], plot: str) -> None:
     """The log-loss of each seed in both ways; below the line the learned values are better."""
-    picture = Figure(figsize=(6, 6), layout="constrained")
+    picture = Figure(figsize=(8.5, 5.5), layout="constrained")
     axes = picture.subplots()
     for how in (RANGE, RANDOM):
         mean, learned = (outcomes[how, imputing].log_loss for imputing in (MEAN, LEARNED))
