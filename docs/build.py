@@ -69,6 +69,7 @@ def _pages(folder: Path) -> None:
     (folder / "notebooks").mkdir()
     for notebook in _notebooks():
         (folder / "notebooks" / f"{notebook.stem}.md").write_text(write(notebook, folder / "notebooks"))
+    (folder / "notebooks" / "index.md").write_text(_overview(folder / "notebooks"))
     (folder / "benchmarks").mkdir()
     for name, text in _benchmarks():
         (folder / "benchmarks" / name).write_text(text)
@@ -76,17 +77,36 @@ def _pages(folder: Path) -> None:
         text = page.read_text()
         if page.parent.name == "api":
             text = at_a_glance(text) if page.name == "index.md" else with_contents(text)
-        text = re.sub(r"\{FIGURE (\w+)\}", lambda found: _first_figure(folder / "notebooks" / f"{found[1]}.md"), text)
+        text = re.sub(
+            r"\{FIGURE (\w+)\}",
+            lambda found: _first_figure(folder / "notebooks" / f"{found[1]}.md", "notebooks/"),
+            text,
+        )
         page.write_text(linked(re.sub(r"(?<=\w)\.ipynb\)", ".md)", text)))
 
 
-def _first_figure(page: Path) -> str:
-    """That of a notebook, for the start page."""
+def _overview(folder: Path) -> str:
+    """The page of all notebooks, with the first figure of each."""
+    source = "https://github.com/treeparams/treeparams/tree/main/notebooks"
+    description = "All notebooks of treeparams, with a figure and a sentence for each."
+    rows = ["---", f"description: {description}", f"source: {source}", "---", "", "# Notebooks", ""]
+    rows += ["| | |", "|---|---|"]
+    for page in (folder / f"{notebook.stem}.md" for notebook in _notebooks()):
+        title = re.search("^# (.*)$", page.read_text(), re.MULTILINE)
+        assert title, page
+        picture = re.sub(r' width="\d+"', "", _first_figure(page)).replace("|", "&#124;")
+        picture = picture.replace("<img", '<img width="240"')
+        rows.append(f"| {picture} | [{title[1]}]({page.name})<br>{_description(page)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _first_figure(page: Path, folder: str = "") -> str:
+    """That of a notebook, for a page that has the notebooks in this folder."""
     found = re.search('<img class="figure.*?>', page.read_text())
     if not found:
         logging.warning("%s has no picture", page.name)
         return ""
-    return found[0].replace('src="', 'src="notebooks/')
+    return found[0].replace('src="', f'src="{folder}')
 
 
 def _notebooks() -> list[Path]:
@@ -101,7 +121,7 @@ def _configuration(work: Path) -> dict[str, Any]:
     project = tomllib.loads((HERE / "zensical.toml").read_text())["project"]
     for section in project["nav"]:
         if "Notebooks" in section:
-            section["Notebooks"] += [f"notebooks/{path.stem}.md" for path in _notebooks()]
+            section["Notebooks"] += ["notebooks/index.md", *(f"notebooks/{path.stem}.md" for path in _notebooks())]
         if "Benchmarks" in section:
             section["Benchmarks"] += [f"benchmarks/{name}" for name, _ in _benchmarks()]
     project["theme"]["custom_dir"] = str(HERE / "theme")
