@@ -37,7 +37,7 @@ def choose(structure: Structure, follows: Follows, trainable: object) -> Said:
         if found <= frozen:
             raise ValueError(
                 f"{name_of(match.where)} selects only leaves that are declared frozen ({some(structure, found)}); "
-                "to train them anyway, write thaw=... instead of trainable=..."
+                "to train them anyway, pass a layout that thaws them: tp.layout(model, thaw=...)"
             )
         selected |= whole(found, follows)
     for match in away:

@@ -186,7 +186,7 @@ def _are_mapped(specs: Sequence[Spec | None], shapes: Sequence[tuple[int, ...] |
 
 _LOST = (
     "{} were one array in an earlier model of this structure. In this model, an argument of jax.jit, vmap, scan or the "
-    "like, they are two, each with a separate gradient and step. Make a layout outside and pass it in (known = "
+    "like, they are two, each with a separate gradient. Make a layout outside and pass it in (known = "
     "tp.layout(model); tp.grad(loss, known)), or pass (params, rest) of tp.partition, or a Restructure of tp.ravel; or "
     "use tp.jit. If this is another model that only looks alike, pass its own layout to silence this warning"
 )
