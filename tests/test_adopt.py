@@ -94,7 +94,7 @@ def test_the_gan_of_equinox(page):
     assert state[0].mu.layers[1].ema_first_time_index.init.dtype == bool
     grads = eqx.filter(discriminator, eqx.is_inexact_array)  # the structure of a gradient
     assert grads.layers[1].ema_first_time_index.init is None
-    if "cast_like" in vars(optax.tree):
+    if tuple(map(int, optax.__version__.split(".")[:3])) >= (0, 2, 7):
         with pytest.raises(ValueError, match="ema_first_time_index"):
             rule.update(grads, state)
 
