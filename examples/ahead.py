@@ -115,17 +115,17 @@ def main() -> dict[int, dict[str, int]]:
             raise SystemExit(f"\nover {len(jax.devices())} devices: {error}") from None
         return {}
     print(f"A transformer of {options.layers} layers of width {width:,}:\n\n{tp.summary(model, depth=1)}", flush=True)
-    found = {}
+    taken: dict[int, dict[str, int]] = {}
     for devices in options.devices:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
         with tempfile.NamedTemporaryFile("r") as file:
             environment = os.environ | {"AHEAD": file.name, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
             if subprocess.run([sys.executable, *sys.argv], env=environment).returncode:
                 raise SystemExit(1)
-            found[devices] = json.load(file)
+            taken[devices] = json.load(file)
     if options.plot:
-        draw(found, options.plot)
-    return found
+        draw(taken, options.plot)
+    return taken
 
 
 def draw(found: dict[int, dict[str, int]], plot: str) -> None:

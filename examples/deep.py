@@ -206,7 +206,8 @@ def draw(found: dict[str, dict[str, Trained]], plot: str) -> None:
     picture = Figure(figsize=(8.5, 4), layout="constrained")
     picture.suptitle("Scanned, a deep net compiles in a fraction of the time, and trains the same", x=0.01, ha="left")
     for axes, (title, forms) in zip(picture.subplots(1, len(found)), found.items(), strict=True):
-        for (form, each), line in zip(forms.items(), ({"lw": 5, "alpha": 0.4}, {"ls": "--"}), strict=True):
+        lines: tuple[dict[str, Any], ...] = {"lw": 5, "alpha": 0.4}, {"ls": "--"}
+        for (form, each), line in zip(forms.items(), lines, strict=True):
             axes.plot(each.losses, **line, label=f"{form}: built in {each.build:.1f} s")
         axes.set(title=title, xlabel="step")
         axes.legend()
