@@ -26,7 +26,7 @@ class Kind(NamedTuple):
     dtype: str  # in the format's words
     shape: tuple[int, ...]
     itemsize: int
-    mark: dict[str, str]  # what it is, where that is not what it is stored as
+    mark: dict[str, str]  # its real kind, if it is stored as another one
 
     @property
     def size(self) -> int:
@@ -191,7 +191,7 @@ def placed(name: str, array: Array, like: Array | jax.ShapeDtypeStruct) -> Array
             return jax.device_put(array)
     if isinstance(array, jax.Array) or isinstance(sharding, SingleDeviceSharding):
         return jax.device_put(array, sharding)
-    # Each device, of this process or of another one, takes what is its own.
+    # Each device, of this process or of another one, gets its share.
     return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(np.asarray(array)[index]))
 
 

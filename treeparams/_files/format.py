@@ -83,7 +83,7 @@ class Header(NamedTuple):
 
     arrays: dict[str, Stored]  # in the order of the file
     metadata: dict[str, str]
-    text: bytes  # as it stands in the file
+    text: bytes  # as it is in the file
     first: int  # where the arrays begin, in bytes
 
 

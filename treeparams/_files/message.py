@@ -41,7 +41,7 @@ class Message(File):
     def __init__(self, message: object) -> None:
         source = InMemory(message)
         super().__init__(source)
-        # What `save` wrote is a message too.
+        # A file that `save` wrote is a message too.
         said = self.words.get("message") or {"is_tree": True, "version": None, "since": None}
         self.is_tree: bool = said["is_tree"]
         self.version = as_version(said["version"])

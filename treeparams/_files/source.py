@@ -24,7 +24,7 @@ PIECE = 1 << 20
 crc32: Callable[[Any], int] = zlib.crc32
 """The checksum of bytes. It also accepts NumPy arrays, which type checkers do not count as bytes."""
 
-_ALIGNED = 64  # JAX copies what is not aligned so
+_ALIGNED = 64  # JAX copies buffers that are not aligned like this
 _LONGEST_REASON = 500  # characters; a name may have millions
 
 

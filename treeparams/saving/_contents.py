@@ -97,7 +97,7 @@ class Contents:
                 want = alias.value_from(source, self.structure.spec(alias.source))
                 if not _have_same_bits(have, want):
                     del self.aliases[i]
-                    # It may still be the very array that stands at another path, which is then stored for both.
+                    # It may still be the same array as at another path. Then that one is stored for both.
                     if first[i] != i and first[i] not in self.aliases:
                         self.aliases[i] = Alias(i, first[i], ())
 

@@ -186,7 +186,7 @@ def run(
 
 def move(step: Step, values: list[Any]) -> list[Any]:
     """Runs an operation that moves elements on arrays of any dtype."""
-    if step.eqn.primitive.name in JOINS:  # what is cast in the program is not cast here
+    if step.eqn.primitive.name in JOINS:  # casts of the program are left out here
         dtype = common_dtype([array.dtype for array in values])
         values = [in_dtype(array, dtype) for array in values]
     return bind(step.eqn, values)

@@ -29,12 +29,12 @@ class Fit(NamedTuple):
     """The move that fills each array, ties once, and the arrays that do not fit."""
 
     comes: dict[int, Move]  # to each leaf that is stored
-    also: list[Move]  # what comes to a tie besides, and is to be the same
-    same: dict[str, str]  # names that nothing takes, since each is one array with a name that is taken
+    also: list[Move]  # further arrays for a tie, which must equal the first
+    same: dict[str, str]  # names that go nowhere because another name of the same array does; and that name
     missing: tuple[int, ...]
     unused: dict[str, str]  # and where they would go
     disagrees: tuple[str, ...]
-    kept: frozenset[int]  # to what nothing comes on purpose
+    kept: frozenset[int]  # leaves that keep their arrays on purpose
 
     @property
     def used(self) -> list[str]:
@@ -57,7 +57,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
     used = dropped.union(*(route.sources for route in found if id(route) not in nowhere))
     # A file has a tie under several names; the one that is stored is used where another one is.
     used.update([source.aliases[name] for name in used if name in source.aliases])
-    # What stays as it is must not be one array with what something comes to.
+    # An array that stays as it is must not be tied to one that is filled.
     stay = {_stored_leaf(contents, leaves[name]): name for name in sorted(kept)}
     for leaf, name in offers.goes_to.items():
         if _stored_leaf(contents, leaf) in stay:
@@ -172,7 +172,7 @@ class _Offers:
         """Returns the move that fills each stored leaf, and the moves to compare with it."""
         comes, also = dict[int, Move](), list[Move]()
         for root, moves in self.fits.items():
-            if root in self._contents.aliases:  # it is computed, and what comes there is compared with that
+            if root in self._contents.aliases:  # it is computed; arrays that come there are compared with it
                 also += moves
                 continue
             first, *others = sorted(moves, key=lambda move: move.leaf != root)

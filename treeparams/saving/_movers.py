@@ -27,7 +27,7 @@ class Movers:
     def __init__(self, contents: Contents, comes: Mapping[int, Move], source: Names) -> None:
         self.specs, self.roots = source.specs, source.aliases
         paths = contents.structure.paths
-        # Of a model that was untied since the plan was made, each place has what the tie has, but where it is computed.
+        # In a model that was untied after the plan was made each place gets the array of the tie, unless computed.
         roots = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
         leaves = [i for i in contents.names if i in roots or i not in contents.aliases]
         self._model = {paths[i]: contents.spec(i) for i in leaves}

@@ -31,7 +31,7 @@ def names_of(source: Any) -> Names:
         return Names(names, lambda name: jax.ShapeDtypeStruct(*names[name][:2]), aliases)
     if isinstance(source, np.lib.npyio.NpzFile):
         return _of_npz(source)
-    # What is no array, such as a number among the values, has no name.
+    # Only arrays have names; a number among the values has none.
     if isinstance(source, Mapping) and all(isinstance(name, str) and _is_leaf(each) for name, each in source.items()):
         return _of_arrays({name: array for name, array in source.items() if not _is_no_array(array)})
     return _of_tree(source)
@@ -91,7 +91,7 @@ def _of_npz(file: np.lib.npyio.NpzFile) -> Names:
 
 
 def _of_tree(tree: PyTree) -> Names:
-    for attribute in ("item_metadata", "tree"):  # of what Orbax says of a checkpoint
+    for attribute in ("item_metadata", "tree"):  # of Orbax's metadata of a checkpoint
         if type(tree).__module__.startswith("orbax."):
             tree = getattr(tree, attribute, tree)
     return names_of_contents(Contents(jtu.tree_map_with_path(_as_known, tree)))

@@ -16,7 +16,7 @@ class Row(NamedTuple):
 
     path: str
     names: tuple[str, ...]  # of the source; none: nothing comes
-    how: str  # what is done to them; empty: nothing
+    how: str  # the function applied to them; empty if none
     shape: tuple[int, ...]
     dtype: Any
 

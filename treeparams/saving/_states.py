@@ -112,7 +112,7 @@ def _check_memory(moving: Moving, like: TrainableState) -> None:
         reads = [each for path in after if moving.homes[path] for each in moving.reads(path)]
         olds = {id(history): (history, history.same(head, old)) for old, history in reads}
         before = {path: axis for history, its in olds.values() for path, axis in _below(history.copies, its).items()}
-        # What is joined along an axis has the memory of all as one array, and no parameter has one by itself.
+        # If parameters are joined along an axis, their memory is one array, and no parameter has a separate one.
         forms = {axis is None for axis in (*after.values(), *before.values())}
         if reads and (len(homes) > 1 or before.keys() != {old for old, _ in reads} or len(forms) > 1):
             raise ValueError(

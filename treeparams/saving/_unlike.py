@@ -230,9 +230,9 @@ def _calls_for(words: Mapping[str, Any]) -> str:
     """Returns the calls that make a state with these histories."""
     whole = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
     running, held = ([[at for p in paths for at in whole[p]] for paths in words[side]] for side in ("running", "held"))
-    # Histories come about where parameters begin to train later than others. So each origin is thawed by a call of its
-    # own, with all that trained before it; the first call resets what `init` has begun for all. The last call freezes
-    # what waits.
+    # Parameters that begin to train later than others have another history. So one call for each origin thaws its
+    # parameters, together with all that trained before. The first call resets the history that `init` began for all
+    # parameters. The last call freezes those that wait.
     lines, trained = ["state = tx.init(model)"], list[str]()
     for paths in _by_origin(words["origins"], [*running, *held]).values():
         trained += paths

@@ -38,10 +38,11 @@ def summed(gradient: jax.Array, split: Dims, batch: Sequence[str]) -> jax.Array:
 
 # -- Vectors, in rows --------------------------------------------------------------------------------------------------
 
-# XLA for TPU has no reduce-scatter of a vector: all of it is summed on all devices, which moves twice as much, and each
-# device takes its share of that. With a first axis over the shares it does the same. A vector whose shares are not so
-# many whole lines of 128 numbers, as registers of a TPU have them, it gathers by a sum with zeros. In rows of a line
-# both are what they are called. On other devices a vector and its rows are the same bytes, and nothing changes.
+# XLA for TPU has no reduce-scatter of a vector: it sums the whole vector on all devices, which moves twice as much, and
+# each device keeps its share. A first axis over the shares does not change that. And if the shares of a vector are not
+# whole lines of 128 numbers, as in the registers of a TPU, XLA gathers it as a sum with zeros. For rows of one line
+# it compiles a real reduce-scatter and a real all-gather. On other devices a vector and its rows are the same
+# bytes, and nothing changes.
 _LINE = 128
 
 

@@ -44,7 +44,7 @@ def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree
     """Checks that an update moves no parameters; `kept` is its state and average, as shapes with shardings."""
     if not placement.layout.slots:
         return
-    # First by shapes alone, without shardings: so an error of the rule itself is told from one of how arrays lie.
+    # First with shapes alone, without shardings, to tell an error of the rule from one that shardings cause.
     params = placement.shapes()
     value = _value(placement)
     bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, params, *kept, value))
@@ -101,7 +101,7 @@ def _why_moved(placement: Placement) -> str:
             "the rule runs on one row after another, but the rows lie on different devices. In optim.per_leaf leave "
             f"out at_once, or run as many rows together as devices own them, at_once={placement.axes.devices}"
         )
-    if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # as in JAX 0.6, if nothing else is said
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # the default in JAX 0.6
         reason += (
             ". You are using XLA's older partitioner, which moves data needlessly if leaves of one shape are sharded "
             'differently; write jax.config.update("jax_use_shardy_partitioner", True)'

@@ -48,7 +48,7 @@ class Frozen:
         leaves = _frozen_leaves(index)
         by_alias = {alias.leaf: alias for alias in index.ties}
         rules = {leaf: matched.get(index.sources.get(leaf, leaf)) for leaf in leaves}
-        # An alias is the array of its source, but for a transform: then it is an array of its own, by the same rule.
+        # An alias is the array of its source. With a transform it is a separate array that follows the same rule.
         apart = [leaf for leaf in leaves if leaf not in by_alias or by_alias[leaf].transforms]
         slots = dict(zip(apart, index.described(apart), strict=True))
         groups = {leaf: group_of(rule[1]) if rule else _WHOLE for leaf, rule in rules.items()}

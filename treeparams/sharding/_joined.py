@@ -29,8 +29,8 @@ def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding)
         its = NamedSharding(mesh, PartitionSpec(*of_row[: block.rank]))
         rows = [lay(array, its) for array in arrays] if block.rank and any(of_row) else arrays
         return lay(block.join(rows), sharding)
-    # Each slot first lies along an axis of its own. Constraints propagate to where it comes from, so that random
-    # numbers are drawn in parts, too.
+    # First each slot is split along one of its axes. Constraints propagate to the code that makes the slot, so that
+    # its random numbers are drawn in parts too.
     specs = [_divided(array.shape, names, devices) for array in arrays]
     laid = [lay(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
     f = functools.partial(_share, block, specs, names, devices)

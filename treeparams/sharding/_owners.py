@@ -88,8 +88,8 @@ def _ask(
                     '"owned" with form="stacks" and optim.per_leaf(tx), or write "whole"'
                 )
             sizes = zip(array.shape, grown[path].shape, strict=True)
-            # What only grows, as a whole that they are joined to, is not split; and of several axes that are the same
-            # one twice, as of a matrix for pairs, one is.
+            # An axis that grows but does not double is one along which parameters are joined, and is not split. If
+            # several axes double because they belong to the same axis, as in a matrix over pairs, one is split.
             axes = [axis for axis, (size, larger) in enumerate(sizes) if size and larger == 2 * size]
             if n in unknown and axes:
                 found[n][axes[0]] = entry

@@ -60,7 +60,7 @@ MAKERS: dict[str, Maker] = {
 }
 """The makers by the names that users write. No other code depends on which form it is."""
 
-_ALIGNED = 128  # the same length over 1, 2, ..., 128 devices, so that what was saved by some is read by others
+_ALIGNED = 128  # the same length over 1, 2, ..., 128 devices, so that others can read a file that some saved
 
 
 class Placement:

@@ -26,7 +26,7 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
     if isinstance(leaf, np.ndarray):
         leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
     if sharding.is_fully_addressable:
-        # The copy first: what is put on the device where it is already is not copied, not even with `may_alias=False`.
+        # Copy first: `device_put` does not copy an array that is already on the device, even with `may_alias=False`.
         return jax.device_put(leaf if is_own else jnp.copy(leaf), sharding)
     if not getattr(leaf, "is_fully_addressable", True):
         return jax.jit(jnp.copy, out_shardings=sharding)(leaf)

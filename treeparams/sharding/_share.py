@@ -38,7 +38,7 @@ class _ShareSource(Source):
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
         """Returns the arrays with these numbers, each whole."""
-        # Without the axis over the rows, the axes of an array stand one earlier than those of the stack.
+        # A row has no axis over the rows, so its axes come one earlier than those of the stack.
         return {n: self.whole(block, array, -1) for n, array in super().pick(block, numbers).items()}
 
     def block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:

@@ -182,8 +182,8 @@ def collective_of(name: str, operation: Operation, beside: Computation) -> str |
     kind = operation.kind.removesuffix("-start")
     if kind not in _KINDS:
         return None
-    # On TPU one that runs beside others is written in several fusions: of its start, of what is computed meanwhile and
-    # of its end. It counts where it is started.
+    # On TPU an asynchronous collective is written as several fusions: its start, the computation meanwhile, and its
+    # end. It counts once, where it starts.
     if "chain_id=" in operation.attributes and not any(
         "AsyncCollectiveStart" in its.attributes for its in beside.values()
     ):
@@ -219,7 +219,7 @@ def _counted(kind: str, operation: Operation, beside: Computation) -> int:
     if kind == "all-gather":
         if kind == operation.kind:
             return bytes_in(operation.result)
-        # What is started has as its type operand and result in one, and counters.
+        # The type of an asynchronous start contains both operand and result, and counters.
         return bytes_in(re.sub(r"\b[su]32\[\]", "", operation.result)) - operand
     return 2 * operand if kind == "all-reduce" else operand
 

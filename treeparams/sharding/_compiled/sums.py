@@ -52,8 +52,8 @@ def summed(
     """
     open_questions = {"unknown": False, "branches": False}
 
-    # A computation may be called by several others, and loops stand within loops: its counts are found once, and
-    # multiplied where it is called. `None` is a number that is not known, and so is all that it is multiplied with.
+    # A computation may be called by several others, and loops may be nested. So its counts are found once, and
+    # multiplied where it is called. `None` is an unknown number, and its products are unknown too.
     @functools.cache
     def of(name: str) -> Counts:
         counts: dict[Any, int | None] = collections.defaultdict(int)

@@ -119,7 +119,7 @@ class Watch:
         Watch.running = self
         jax.monitoring.register_event_duration_secs_listener(self.hear)
         self.thread.start()
-        # Before JAX waits for the other processes, what runs must be over, or nobody would look at it any more.
+        # Running calls must be over before JAX waits for the other processes, since nobody watches them after that.
         atexit.register(self.stop)
 
     def hear(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -160,7 +160,7 @@ class Watch:
             "forever.\n"
         )
         sys.stderr.flush()
-        os._exit(1)  # what waits in a collective takes no exception
+        os._exit(1)  # a thread that waits in a collective cannot receive an exception
 
     def stop(self) -> None:
         for call in self.calls.copy():
