@@ -121,10 +121,10 @@ def _of_what_is_split(scale: Scale) -> Table:
     makers[_OWNED] = functools.partial(scanned, "owned", split="parameters")
     found = measured(makers, scale)
     targets = [moves(found, name, 2) for name in found if name == "gradients"]
-    for name, limit in {"parameters": 3, _OWNED: 3.3}.items():
+    for name, limit, most in (("parameters", 3, 0.4), (_OWNED, 3.3, 0.5)):
         memory = found[name].temporary
-        what = f"temporary memory of {name} <= 0.5x the parameters"
-        targets += [moves(found, name, limit), Verdict(what, memory <= 0.5, f"{memory:.2f}x")]
+        what = f"temporary memory of {name} <= {most}x the parameters"
+        targets += [moves(found, name, limit), Verdict(what, memory <= most, f"{memory:.2f}x")]
     return table(f"What stays split: Adam, stacks, scanned, {task}", found, targets)
 
 

@@ -111,12 +111,16 @@ class _Rows:
     def _row(self, number: jax.Array) -> PyTree:
         sample, output = number // self.outputs, number % self.outputs
         x = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, sample, keepdims=False), self._samples)
-        y, pull = jax.vjp(lambda slots: self._of(slots, x), self._of.slots)
+        y, pull = self._pulled(x)
         return pull(jax.nn.one_hot(output, self.outputs, dtype=y.dtype) + jnp.zeros_like(y))[0]  # varies as y does
 
     def _all_rows(self, x: PyTree) -> PyTree:
-        y, pull = jax.vjp(lambda slots: self._of(slots, x), self._of.slots)
+        y, pull = self._pulled(x)
         return mapped(lambda direction: pull(direction)[0], basis(y), None, "rows")
+
+    def _pulled(self, x: PyTree) -> tuple[jax.Array, Callable[[jax.Array], PyTree]]:
+        """Returns the outputs of one sample, and their derivative backward."""
+        return jax.vjp(lambda slots: self._of(slots, x), self._of.slots)
 
 
 def _product(left: _Rows, right: _Rows, dtype: np.dtype) -> jax.Array:
