@@ -110,12 +110,18 @@ def with_optax(tx: Any, start: Classifier, data: Data, most: int) -> Found:
 def with_scipy(start: Classifier, data: Data, most: int) -> Found:
     vector, restructure = tp.ravel(start)
     function = jax.jit(jax.value_and_grad(lambda vector: loss(restructure(vector), data)))
-    norms = [np.linalg.norm(function(vector)[1])]
+    evaluated, norms = [], []
+
+    def noted(vector: np.ndarray) -> tuple[Any, Any]:
+        value, gradient = function(vector)
+        evaluated.append(np.linalg.norm(gradient))
+        return value, gradient
+
+    note = lambda _: norms.append(evaluated[-1])  # an iteration ends where its line search does
     gtol = GRADIENT / np.sqrt(vector.size)  # of the largest entry of the gradient
     options = {"gtol": gtol, "ftol": 0, "maxiter": most}
-    note = lambda vector: norms.append(np.linalg.norm(function(vector)[1]))
-    found = minimize(function, np.asarray(vector), jac=True, method="L-BFGS-B", options=options, callback=note)
-    return Found(restructure(jnp.asarray(found.x)), found.nit, found.nfev, np.array(norms))
+    found = minimize(noted, np.asarray(vector), jac=True, method="L-BFGS-B", options=options, callback=note)
+    return Found(restructure(jnp.asarray(found.x)), found.nit, found.nfev, np.array([evaluated[0], *norms]))
 
 
 METHODS: dict[str, Callable[[Classifier, Data, int], Found]] = {
