@@ -1,9 +1,13 @@
 """Strict JAX for all tests: what only works by silent promotion does not work."""
 
+import atexit
+import functools
 import gc
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
 # Eight CPU devices, before JAX starts; tests of sharding and of several devices need them.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -16,6 +20,14 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     start = [sys.executable, "-c", "import jaxlib.xla_client; jaxlib.xla_client.make_cpu_client()"]
     if subprocess.run(start, env=os.environ | {"XLA_FLAGS": quick}, capture_output=True).returncode == 0:
         os.environ["XLA_FLAGS"] = quick
+
+    # A third of the programs have been compiled before, in another test or by the other worker. With a folder that is
+    # kept, JAX_COMPILATION_CACHE_DIR=..., the next run takes over what this one has compiled.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jaxtyping
 import pytest
@@ -54,6 +66,8 @@ def pytest_configure(config):
 
     import treeparams  # noqa: F401 - with its types checked, before what else imports it
 
+    _share_contexts()
+
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.monitoring.register_event_duration_secs_listener(_count_compilations)
@@ -63,11 +77,36 @@ def pytest_configure(config):
     gc.set_threshold(50_000, 20, 50)
 
 
+def _share_contexts():
+    """Lowers the programs of a file in one context of MLIR.
+
+    JAX makes one for each program. That takes longer than all else of lowering a small one, and a megabyte that stays.
+    """
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    make = mlir.make_ir_context
+    shared = functools.cache(make)
+
+    def context():
+        try:
+            is_within = ir.Context.current is not None  # an operation that lowering calls for: it would end up there
+        except ValueError:  # the older way to say that there is none
+            is_within = False
+        return make() if is_within else shared()
+
+    context.forget = shared.cache_clear
+    mlir.make_ir_context = context
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
-    """Each takes about a megabyte, and memory is finite; those of single operations serve the next files too."""
+    """Memory is finite; but programs of single operations serve the next files too."""
     yield
-    if len(_compiled) > 1500:
+    from jax._src.interpreters import mlir
+
+    mlir.make_ir_context.forget()
+    if len(_compiled) > 3000:
         import jax
 
         jax.clear_caches()

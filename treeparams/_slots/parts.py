@@ -293,7 +293,7 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
     index = index_in(rest)
     if not same_treedef(treedef, index.canonical_treedef):
         leaves = read_slots(index, params)
-    if [getattr(leaf, "shape", None) for leaf in leaves] != index.shapes:
+    if not index.have_shapes(leaves):
         for leaf, slot in zip(leaves, index.slots, strict=True):
             shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor have results of a `jax.tree.map`
             if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
