@@ -203,16 +203,20 @@ def sweep(
     """Times the cases that `make(size)` gives, for each size up to the largest.
 
     A case whose first call got so slow that the next size would try the patience (compilation may be quadratic in the
-    number of leaves) is left out from there on.
+    number of leaves) is left out from there on. What it takes at the smallest size is no matter of size.
     """
     sizes = [size for size in scale.sizes if largest is None or size <= largest]
     timings: dict[int, dict[str, Timing]] = {}
     notes: dict[str, str] = {}
     for size, after in zip(sizes, [*sizes[1:], 0], strict=True):
-        made = {name: case if isinstance(case, Case) else Case(case) for name, case in make(size).items()}
-        timings[size] = interleave({name: case for name, case in made.items() if name not in notes}, scale)
+        made = {name: each if isinstance(each, Case) else Case(each) for name, each in make(size).items()}
+        left = {name: case for name, case in made.items() if name not in notes}
+        if not left:
+            break
+        timings[size] = interleave(left, scale)
         for name, timing in timings[size].items():
-            if timing.first * (after / size) ** 2 > scale.patience:
+            grown = timing.first - timings[sizes[0]][name].first
+            if grown * (after / size) ** 2 > scale.patience:
                 first = in_time(timing.first)
                 notes[name] = f"{name} was not run above {size} leaves, where its first call takes {first}."
     return Sweep(timings, list(notes.values()))
