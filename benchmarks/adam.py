@@ -36,7 +36,9 @@ def run(scale: Scale) -> Iterator[Table]:
     found = sweep(_cases, patient, largest=1000)
     yield found.table("One Adam update", [_speed_target(found, _OPTAX, 20), found.growth_target(_TP)])
     yield found.firsts("The first call", [found.growth_target(_TP, firsts=True)], found.names)
-    yield sweep(_outside_of_jit, patient, largest=1000).table("One Adam update of a model, outside of `jit`", [])
+    found = sweep(_outside_of_jit, patient, largest=1000)
+    targets = [found.ratio_target(_TRAINABLE, _OPTAX, 1.1), found.ratio_target(_FLAT, _OPTAX, 0.6)]
+    yield found.table("One Adam update of a model, outside of `jit`", targets)
 
 
 def _tree(leaves: int) -> list[jax.Array]:
