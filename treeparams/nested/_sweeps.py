@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from .._forms.mesh import first_axis_whole, zeros_typed
+from .._tree.dtypes import is_complex
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
 
@@ -59,7 +60,11 @@ def in_sweeps(f: Callable[[Any], jax.Array], x: jax.Array, chunk: int | None, ba
     def sweeps(linear: Callable[[jax.Array], jax.Array], along: jax.Array) -> jax.Array:
         sample, everywhere = jnp.zeros(along.shape[batch:], along.dtype), jnp.zeros_like(along)
         spread = lambda direction: everywhere + jnp.expand_dims(direction, tuple(range(batch)))
-        return mapped(lambda direction: linear(spread(direction)), basis(sample), chunk, "sweeps")
+        along_one, directions = lambda direction: linear(spread(direction)), basis(sample)
+        # Not in a batch of one, XLA copies the row to lay it out; but complex products in batches are loops.
+        if chunk is None and sample.size == 1 and not is_complex(sample.dtype):
+            return jax.vmap(along_one)(directions)
+        return mapped(along_one, directions, chunk, "sweeps")
 
     if math.prod(inputs) <= math.prod(outputs):
         columns = sweeps(lambda direction: jax.jvp(of_x, (x,), (direction,))[1], x)
