@@ -169,8 +169,7 @@ def added(path: str, leaf: jax.Array | np.ndarray, step: jax.Array | np.ndarray 
     if step is None:
         return leaf
     # Outside of jit, to ask for more, or a cast that does nothing, takes as long as the sum.
-    are_of_jax = isinstance(leaf, jax.Array) and isinstance(step, jax.Array)
-    if are_of_jax and leaf.dtype == step.dtype and not leaf.weak_type:
+    if isinstance(leaf, jax.Array) and isinstance(step, jax.Array) and leaf.dtype == step.dtype and not leaf.weak_type:
         return leaf + step
     if jnp.iscomplexobj(step) and not is_complex(leaf.dtype):
         raise TypeError(f"expected a real update at {path!r}, where the parameter is {leaf.dtype}, got {step.dtype}")
