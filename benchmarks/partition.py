@@ -36,7 +36,7 @@ def run(scale: Scale) -> Iterator[Table]:
             found.ratio_target(_TP, _FLOOR, 1.25, sizes=(1000, 5000)),
             found.ratio_target(_TP, _FLOOR, 1.5, sizes=(100,)),
             found.ratio_target(_TP, _FLOOR, 2.1, sizes=(10,)),
-            found.ratio_target(_FIRST, _LEVELS, 9, sizes=(1000, 5000)),
+            found.ratio_target(_FIRST, _LEVELS, 4, sizes=(1000,)),
             found.growth_target(_TP),
             found.growth_target(_FIRST),
         ],

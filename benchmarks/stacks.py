@@ -4,20 +4,18 @@ The first tables are of rules that look at matrices: an update, and the new para
 yardstick is Optax leaf by leaf under `jax.jit`; `eqx.filter_jit` compiles the same program. Stacks take the rule by way
 of `optim.per_leaf`, all rows together or one after another (`at_once=1`). `optim.stacked` takes the tree: it stacks
 parameters and gradients in each step. (In a vector there are no matrices.) Most of Muon is products of matrices: the
-last column of its table has these alone, five iterations of three products, one matrix after another; momentum and the
-norm of each matrix come on top of them.
+last column of its table has these alone, five iterations of three products, one matrix after another.
 
 Then whole steps: loss, gradient, clipping by the global norm, Adam, and an average of the parameters, of a net of
 layers of 8x8 on a batch of 8. The yardstick is `jax.jit` of the model. Layers are scanned over stacks, by
 `restructure.scan`; in one column the parameters rest in the model and are stacked in each step. The floor has the
-products of a linear net, forward and backward, and one pass over parameters, moments and average, without a norm: to
-clip by it takes a second pass over the gradient, since no parameter moves before it is known.
+products of a linear net, forward and backward, and one pass over parameters, moments and average, without a norm.
 
-Further on the layers are not scanned, but all cut out of the stacks, as they are out of a vector; the program then has
-a cut and a join for each stack. Large leaves are matrices in chains of products, in a whole step with Adam. Large rows
-of one stack are copied where they are cut out and joined, so nothing is claimed of them: "large ones apart" has a group
-for each, so that they rest in stacks of one, which are not copied. That is not done by itself, since
-`restructure.scan` and `sharding` need layers to be rows of one stack. At the end, stacks are made outside of `jit`.
+Further on the layers are not scanned, but all cut out of the stacks, as they are out of a vector. Large leaves are
+matrices in chains of products, in a whole step with Adam. Large rows of one stack are copied where they are cut out and
+joined, so nothing is claimed of them: "large ones apart" has a group for each, so that they rest in stacks of one,
+which are not copied. That is not done by itself, since `restructure.scan` and `sharding` need layers to be rows of one
+stack. At the end, stacks are made outside of `jit`.
 
 Steps donate their state, and that whole ones come to the same losses is asserted. What is built within two seconds is
 built three times, in turn, and the median counts.
@@ -62,7 +60,7 @@ _JAX, _EQX, _TREE, _VECTOR, _STACKS = "jax.jit", "eqx.filter_jit", "tree", "vect
 _ROW_BY_ROW, _STACKED = "stacks, row by row", "optim.stacked"
 _PRODUCTS, _FLOOR = "products alone", "floor"
 _EACH_STEP, _APART, _SCANNED = "stacked in each step", "large ones apart", "stacks, scanned"
-_SLACK = 1.15  # a form that takes so much is still as good
+_SLACK = 1.1  # a form that takes so much is still as good
 
 
 def run(scale: Scale) -> Iterator[Table]:
@@ -114,7 +112,7 @@ def _updates(rule: str, sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
     target = _at_most(1 / 10, f"{what} build", builds, _STACKS, _JAX)
     yield found.firsts(f"{rule}: trace, lower, compile", [target], found.names)
     if _PRODUCTS in steps:
-        targets = [_at_most(1.25, f"{what} run time", steps, _ROW_BY_ROW, _PRODUCTS)]
+        targets = [_at_most(_SLACK, f"{what} run time", steps, _ROW_BY_ROW, _PRODUCTS)]
         targets.append(_at_most(_SLACK, f"{what} run time", steps, _STACKS, _JAX))
     else:
         targets = [_at_most(1 / 2, f"{what} run time", steps, name, _JAX) for name in (_STACKS, _ROW_BY_ROW)]
@@ -172,7 +170,7 @@ def _whole_steps(sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
     yield found.firsts("Whole step: trace, lower, compile", targets, found.names)
     targets = [_at_most(1 / 8, f"{what} run time", steps, _STACKS, _JAX)]
     targets.append(_at_most(1, f"{what} run time", steps, _STACKS, _EACH_STEP))
-    targets.append(_at_most(1.75, f"{what} run time", steps, _STACKS, _FLOOR))
+    targets.append(_at_most(1.5, f"{what} run time", steps, _STACKS, _FLOOR))
     yield found.table("Whole step: run time", targets)
 
 
@@ -251,7 +249,7 @@ def _cut_out(leaves: int, scale: Scale) -> Table:
     times = timed(programs, functions, scale)
     builds, what = {name: each.build for name, each in programs.items()}, f"not scanned, {leaves} leaves:"
     targets = [
-        _at_most(1.4, f"{what} build", builds, _STACKS, _VECTOR),
+        _at_most(_SLACK, f"{what} build", builds, _STACKS, _VECTOR),
         _at_most(_SLACK, f"{what} run time", times, _STACKS, _VECTOR),
     ]
     title = f"Value and gradient, not scanned: {leaves} leaves of 16x16 and 16"
@@ -288,7 +286,7 @@ def _large_table(title: str, chains: dict[str, list[jax.Array]], scale: Scale) -
     name = _APART if _APART in steps else _STACKS
     targets = [
         _at_most(_SLACK, f"{title}: run time", steps, name, best),
-        _at_most(1.01, f"{title}: temporary memory", memory, name, _TREE),
+        _at_most(1, f"{title}: temporary memory", memory, name, _TREE),
     ]
     return Table(title, ["", *steps], rows(programs, steps.values()), targets)
 
