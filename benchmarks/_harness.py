@@ -6,6 +6,10 @@ the same case off the clock, as in training, where a program follows itself. Bot
 timed with the caches that the one before it leaves, and those at the ends of a row that is called there and back follow
 themselves, which showed programs of equal speed as 1.0 and 1.3 to 1.7. A *sweep* is a row for each of several sizes,
 all relative to one of its cases, the yardstick.
+
+A claim about two medians is missed where their ratio is above the limit and the 95 % interval of the ratio too: the
+rounds are drawn again, a thousand times, with replacement (a bootstrap). Where the interval holds the limit the verdict
+is "unclear". What has fewer samples than five, or is no time, is what it is.
 """
 
 import gc
@@ -46,6 +50,17 @@ class Case(NamedTuple):
     in_a_row: int = 1  # calls, in each round, but for slow ones, which find no caches of their own anyway
 
 
+class Median(float):
+    """The median of samples, which it keeps: how far it is from another's is only as sure as they are."""
+
+    samples: np.ndarray
+
+    def __new__(cls, samples: Iterable[float]) -> "Median":
+        made = super().__new__(cls, statistics.median(samples := list(samples)))
+        made.samples = np.array(samples)
+        return made
+
+
 class Timing(NamedTuple):
     """What was measured of a case, in seconds."""
 
@@ -74,7 +89,7 @@ def interleave(cases: Mapping[str, Case], scale: Scale) -> dict[str, Timing]:
                     samples[name].append(_clock(cases[name], repeats[name]))
     finally:
         gc.enable()
-    return {name: Timing(firsts[name], statistics.median(samples[name])) for name in cases}
+    return {name: Timing(firsts[name], Median(samples[name])) for name in cases}
 
 
 def _repeats(case: Case, seconds: float) -> int:
@@ -99,10 +114,10 @@ def _clock(case: Case, repeats: int) -> float:
 
 
 class Verdict(NamedTuple):
-    """A line that says whether a target was met."""
+    """A line that says whether a target was met; `None` where the samples do not tell."""
 
     target: str
-    is_met: bool
+    is_met: bool | None
     found: str
 
     def __str__(self) -> str:
@@ -110,7 +125,39 @@ class Verdict(NamedTuple):
 
     @property
     def word(self) -> str:
-        return "met" if self.is_met else "**missed**"
+        return "unclear" if self.is_met is None else "met" if self.is_met else "**missed**"
+
+
+_ENOUGH = 5  # samples for an interval
+
+
+def at_most(limit: float, what: str, found: Mapping[str, float], name: str, of: str) -> Verdict:
+    """Says whether something of one case keeps to a multiple, or to a fraction, of that of another."""
+    is_met, ratio = _compared(found[name], found[of], limit)
+    allowed = f"1/{1 / limit:.3g} of" if limit < 1 else f"{limit:g}x"
+    return Verdict(f"{what} of {name} <= {allowed} {of}", is_met, ratio)
+
+
+def _compared(value: float, of: float, limit: float) -> tuple[bool | None, str]:
+    """Whether a value is at most a multiple of another, and the ratio with its interval, in words."""
+    ratio, digits = value / of, 3 if value > of and value < 1.01 * of else 2
+    text = f"1/{of / value:.1f}" if limit < 1 else f"{ratio:.{digits}f}x"
+    samples = [each.samples for each in (value, of) if isinstance(each, Median) and len(each.samples) >= _ENOUGH]
+    if len(samples) < 2:
+        return ratio <= limit, text
+    low, high = _interval(*samples)
+    text += f", 1/{1 / high:.1f} to 1/{1 / low:.1f}" if limit < 1 else f", {low:.2f} to {high:.2f}"
+    return True if ratio <= limit else None if low <= limit else False, text
+
+
+def _interval(these: np.ndarray, those: np.ndarray) -> tuple[float, float]:
+    random = np.random.default_rng(0)
+    draws = [random.integers(len(each), size=(1000, len(each))) for each in (these, those)]
+    if len(these) == len(those):  # of the same rounds: what slows one down slows down the other
+        draws[1] = draws[0]
+    ratios = np.median(these[draws[0]], axis=1) / np.median(those[draws[1]], axis=1)
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    return float(low), float(high)
 
 
 class Table(NamedTuple):
@@ -154,6 +201,8 @@ class Sweep:
 
     def _table(self, title: str, lines: Iterable[str | Verdict], names: Sequence[str], firsts: bool) -> Table:
         rows = [[str(size), *self._row(size, names, firsts)] for size in self.timings]
+        if len(self.timings) == 1:
+            return Table(title, ["leaves", *names], rows, [*lines, *self.notes])
         growth = ["growth", *(f"{self.exponent(name, firsts):.2f}" for name in names)]
         last = ["last step", *(f"{self.exponent(name, firsts, last=2):.2f}" for name in names)]
         return Table(title, ["leaves", *names], [*rows, growth, last], [*lines, *self.notes])
@@ -169,12 +218,16 @@ class Sweep:
 
     def ratio_target(self, name: str, of: str, limit: float, sizes: Sequence[int] = ()) -> Verdict:
         """Says whether a case kept to a multiple of another at these sizes, or at every one."""
-        ratios = self.ratios(name, of)
-        asked = {size: ratio for size, ratio in ratios.items() if size in sizes}
-        ratios, at = (asked, f" at {_listed(asked)} leaves") if asked else (ratios, "")
-        worst = max(ratios, key=lambda size: ratios[size])
-        found = ", ".join(f"{ratios[size]:.2f}x at {size} leaves" for size in sorted({worst, max(ratios)}))
-        return Verdict(f"{name} <= {limit:g}x {of}{at}", ratios[worst] <= limit, found)
+        rows = {size: row for size, row in self.timings.items() if name in row and of in row}
+        asked = {size: row for size, row in rows.items() if size in sizes}
+        rows, at = (asked, f" at {_listed(asked)} leaves") if asked else (rows, "")
+        found = {size: _compared(row[name].median, row[of].median, limit) for size, row in rows.items()}
+        worst = max(rows, key=lambda size: rows[size][name].median / rows[size][of].median)
+        are_met = [is_met for is_met, _ in found.values()]
+        is_met = False if False in are_met else None if None in are_met else True
+        allowed = f"1/{1 / limit:.3g} of" if limit < 1 else f"{limit:g}x"
+        words = "; ".join(f"{found[size][1]} at {size} leaves" for size in sorted({worst, max(rows)}))
+        return Verdict(f"{name} <= {allowed} {of}{at}", is_met, words)
 
     def ratios(self, name: str, of: str) -> dict[int, float]:
         """What a case takes as a multiple of another, at the sizes at which both were run."""

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,7 +15,7 @@ from flax import nnx
 import treeparams as tp
 from treeparams import optim
 
-from ._harness import Scale, Timing, medians
+from ._harness import Scale, Sweep, Timing, medians
 from ._models import Net, net, nnx_net
 from ._programs import unburdened
 
@@ -87,6 +87,23 @@ def measured(
         check_losses(checked)
     steps = medians(loops, scale, IN_A_ROW)
     return {name: Timing(statistics.median(builds[name]), steps[name]) for name in makers}, loops
+
+
+def sweep_of_steps(
+    makers: Callable[[int], Makers], sizes: Sequence[int], largest: Mapping[str, int], scale: Scale, **options: Any
+) -> Sweep:
+    """The same for several sizes; some steps only up to a largest one, above which they take minutes to build."""
+    timings = {}
+    for size in sizes:
+        chosen = {name: make for name, make in makers(size).items() if size <= largest.get(name, size)}
+        timings[size], _ = measured(chosen, scale, **options)
+    left = ", ".join(f"{name} above {most} leaves" for name, most in largest.items() if most < max(sizes))
+    return Sweep(timings, [f"Not run: {left}."] if left else [])
+
+
+def builds_and_steps(timings: Mapping[str, Timing]) -> tuple[dict[str, float], dict[str, float]]:
+    """The seconds of both, by name."""
+    return {name: each.first for name, each in timings.items()}, {name: each.median for name, each in timings.items()}
 
 
 def arrays(leaves: int, width: int = WIDTH) -> list[jax.Array]:

@@ -28,12 +28,12 @@ _optax_norm = getattr(getattr(optax, "tree", None), "norm", None) or optax.globa
 
 def run(scale: Scale) -> Iterator[Table]:
     for title, wrap in (("`tp.ema`", lambda f: f), ("`tp.ema` inside `jax.jit`", jax.jit)):
-        found = sweep(lambda leaves, wrap=wrap: _averages(leaves, wrap), scale)
+        found = sweep(lambda leaves, wrap=wrap: _averages(leaves, wrap), scale, largest=1000)
         yield found.table(title, [found.growth_target(_TP)])
     found = sweep(_donated, scale, largest=1000)
     yield found.table("`tp.ema` inside `jax.jit`, donated, of a vector or of its tree", [found.growth_target(_VECTOR)])
     yield found.firsts("The first call of the same", [found.growth_target(_VECTOR, firsts=True)], found.names)
-    found = sweep(_norms, scale._replace(patience=2 * scale.patience))
+    found = sweep(_norms, scale, largest=1000)
     yield found.table("`tp.global_norm`", [found.growth_target(_TP)])
     targets = [found.growth_target(_TP, firsts=True)]
     yield found.firsts("The first call of the same", targets, [name for name in found.names if name != _OPTAX])

@@ -4,7 +4,6 @@
 counts against `folx` is whether the median of ours lies within the spread of its five.
 """
 
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +15,8 @@ import numpy as np
 
 from treeparams import nested
 
-from ._harness import Scale, Table, Verdict
-from ._programs import Function, built, in_time, rows, timed
+from ._harness import Scale, Table, at_most
+from ._programs import Function, built, rows, timed
 
 _TP, _FOLX, _TRACE = "nested.laplacian", "folx", "trace of jax.hessian"
 
@@ -35,13 +34,8 @@ def _table(name: str, activation: Callable[..., Any], scale: Scale) -> Table:
     want = programs[_TRACE].call(*functions[_TRACE][1])
     for each, program in programs.items():
         np.testing.assert_allclose(program.call(*functions[each][1]), want, 1e-3, 1e-4)
-    runs = [timed(programs, functions, scale) for _ in range(5)]
-    times = {each: statistics.median(run[each] for run in runs) for each in programs}
-    theirs = sorted(run[_FOLX] for run in runs)
-    ours = sorted(run[_TP] for run in runs)
-    found = f"{in_time(ours[2])}, from {in_time(ours[0])} to {in_time(ours[-1])}; "
-    found += f"folx {in_time(theirs[2])}, from {in_time(theirs[0])} to {in_time(theirs[-1])}"
-    target = Verdict(f"run time of {_TP} <= {_FOLX} within the spread of five runs", ours[2] <= theirs[-1], found)
+    times = timed(programs, functions, scale._replace(seconds=3 * scale.seconds))
+    target = at_most(1.05, "run time", times, _TP, _FOLX)
     return Table(_title(name, scale), ["", *programs], rows(programs.values(), times.values()), [target])
 
 

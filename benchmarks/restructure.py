@@ -1,14 +1,12 @@
-"""A net evaluated and differentiated from one vector.
+"""Value and gradient of a net whose parameters are one vector.
 
 Each layer has a weight of 16x16 and a bias of 16, the batch is 8, the loss is the sum of squares of what comes out. The
 yardstick takes the arrays of the model as they are. The `restructure` of `tp.ravel` cuts the vector with one kernel for
 all leaves of a shape, the unraveling function of `ravel_pytree` with one each: it is `jax.lax.split` and a reshape.
-Every program is built from nothing. Two builds of one program differ in run time, by where their code and buffers lie
-(`ravel_pytree` and `lax.split` are the same program), so for other derivatives those of both vectors are built twice,
-and the mean of their medians counts.
+Every program is built from nothing. `ravel_pytree` and `lax.split` are the same program: what their run times differ by
+is where their code and buffers lie.
 """
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +16,9 @@ from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import Scale, Sweep, Table, Timing, Verdict, as_ratios, in_time, medians
+from ._harness import Scale, Sweep, Table, Timing, Verdict, as_ratios
 from ._models import net
-from ._programs import Function, Program, build, built, in_bytes, in_millions, timed, until_done
+from ._programs import Function, Program, built, in_bytes, in_millions, timed
 
 _TREE, _TP, _RAVEL, _SPLIT = "tree", "restructure", "ravel_pytree", "lax.split"
 _WIDTH, _BATCH = 16, 8
@@ -40,8 +38,6 @@ def run(scale: Scale) -> Iterator[Table]:
     yield _build_table(programs)
     yield _run_table(times)
     yield _cost_table(programs)
-    for size in (4,) if scale.is_smoke else (10, 100):
-        yield _derivatives(size, scale)
 
 
 def _gradients(leaves: int) -> dict[str, Function]:
@@ -110,43 +106,3 @@ def _cost_table(programs: Mapping[int, Mapping[str, Program]]) -> Table:
     target = Verdict(f"operations of {_TP} <= 1.001x {_TREE}", worst <= 1.001, f"{worst:.6f}x at most")
     explained = "In temporary memory the vectors have the leaves; the gradients of the tree are its result."
     return Table("Value and gradient: operations and memory", ["", *names], cells, [target, explained])
-
-
-# -- Other derivatives -------------------------------------------------------------------------------------------------
-
-
-def _derivatives(leaves: int, scale: Scale) -> Table:
-    chosen = {name: each for name, each in losses(leaves).items() if name in {_TREE, _TP, _RAVEL}}
-    cells, targets = [], []
-    for what, (derivative, arguments) in DERIVATIVES.items():
-        functions = {name: (derivative(loss), arguments(at)) for name, (loss, at) in chosen.items()}
-        builds = {
-            (name, i): build(f, *args)
-            for i in range(2)
-            for name, (f, args) in functions.items()
-            if name != _TREE or not i
-        }
-        found = medians({key: until_done(each.call, functions[key[0]][1]) for key, each in builds.items()}, scale)
-        times = {name: statistics.mean(found[key] for key in found if key[0] == name) for name in chosen}
-        seconds = [statistics.mean(builds[key].build for key in builds if key[0] == name) for name in chosen]
-        cells.append([f"{what}: trace, lower, compile", *as_ratios(seconds, in_time)])
-        cells.append([f"{what}: run time", *as_ratios(list(times.values()), in_time)])
-        ratio = times[_TP] / times[_RAVEL]
-        targets.append(Verdict(f"{leaves} leaves: run time of {what} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
-    return Table(f"Other derivatives: {leaves} leaves", ["", *chosen], cells, targets)
-
-
-def _square(tree: Any) -> jax.Array:
-    return sum(jnp.sum(array**2) for array in jax.tree.leaves(tree))
-
-
-def _stack(tree: Any) -> Any:
-    return jax.tree.map(lambda array: jnp.stack([array] * 4), tree)
-
-
-DERIVATIVES = {  # of a loss, and at what it is taken
-    "jvp": (lambda f: lambda at, along: jax.jvp(f, (at,), (along,)), lambda at: (at, at)),
-    "jvp of grad": (lambda f: lambda at, along: jax.jvp(jax.grad(f), (at,), (along,))[1], lambda at: (at, at)),
-    "grad of grad": (lambda f: jax.grad(lambda at: _square(jax.grad(f)(at))), lambda at: (at,)),
-    "vmap of grad over 4": (lambda f: jax.vmap(jax.grad(f)), lambda at: (_stack(at),)),
-}

@@ -8,11 +8,6 @@ a part of each row. Muon is over whole rows; where it is "stacked in each step",
 rest leaf by leaf. The table after is about what a device has at once: what of the state, the gradients and the
 parameters stays split; whole rows go to their owners and back, a quarter of the parameters more.
 
-"Losses" are of a tied transformer and a masked mean, the same number whichever way it is said: a loss of the whole
-batch, `(sum, weight)`, `loss_is="mean"`, `outputs=`, and pieces. FSDP is as above. In bfloat16 it casts within its
-loss; its collectives, as the others', are counted in the program as XLA divides it, since XLA for CPU widens them
-later.
-
 Nets of layers of one width learn on a batch of 64, and that all of a table come to the same losses is asserted. The
 batch is so small that the update and what is moved count; with it XLA moves activations in place of some weights.
 Collectives and bytes are read from the compiled program, by `sharding.collectives` and `memory_analysis`; they are
@@ -26,9 +21,7 @@ machine, so that times tell of dispatch, copies and what is computed more than o
 """
 
 import functools
-import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -41,8 +34,7 @@ import treeparams as tp
 from treeparams import optim, sharding
 
 from ._harness import Scale, Table, Verdict
-from ._losses import of_losses, of_narrow_losses
-from ._sharded import SLACK, Makers, Step, at_most, has, measured, moves, table
+from ._sharded import SLACK, Makers, Step, at_most, has, measured, moves, over_devices, table
 from ._steps import RATE, mean_error, model, updated
 
 _BY_LEAF, _REPLICATED, _EACH_STEP = "leaf by leaf", "replicated", "stacked in each step"
@@ -54,27 +46,16 @@ _ADAM, _MUON = optax.adam(RATE), optax.contrib.muon(RATE)
 
 
 def run(scale: Scale) -> Iterator[Table]:
-    devices, context = 2 if scale.is_smoke else 8, multiprocessing.get_context("spawn")
     # A smoke test leaves out what takes the same steps as another table.
-    makers = [_of_large_leaves, _of_matrices, _of_what_is_split, of_losses]
-    if not scale.is_smoke:
-        makers += [_of_small_leaves, of_narrow_losses]
-    with ProcessPoolExecutor(1, context, initializer=_begin, initargs=(devices, scale.is_smoke)) as other:
-        for make in makers:
-            yield other.submit(make, scale).result()
-
-
-def _begin(devices: int, is_smoke: bool) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_disable_most_optimizations", is_smoke)
+    of_small_leaves = [] if scale.is_smoke else [_of_small_leaves]
+    yield from over_devices([_of_large_leaves, _of_matrices, _of_what_is_split, *of_small_leaves], scale)
 
 
 # -- The tables --------------------------------------------------------------------------------------------------------
 
 
 def _of_large_leaves(scale: Scale) -> Table:
-    task = Task.of(_ADAM, *((4, 32) if scale.is_smoke else (32, 256)))
+    task = Task.of(_ADAM, *((4, 32) if scale.is_smoke else (16, 256)))
     found = measured(_forms(task), scale)
     names = [name for name in found if name not in (_BY_LEAF, _REPLICATED)]
     targets = [
@@ -87,7 +68,7 @@ def _of_large_leaves(scale: Scale) -> Table:
 
 
 def _of_small_leaves(scale: Scale) -> Table:
-    task = Task.of(_ADAM, leaves=128, width=8)
+    task = Task.of(_ADAM, leaves=64, width=8)
     found = measured(_forms(task), scale)
     targets = [at_most(found, what, _TREE, _BY_LEAF, SLACK) for what in ("call", "step")]
     for name in (_VECTOR, _STACKS, _SCANNED, _ROWS):

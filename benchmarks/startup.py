@@ -5,12 +5,11 @@ before that is not timed: it writes bytecode, as an installation does.
 """
 
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 
-from ._harness import Scale, Table, Verdict, as_ratios, in_time
+from ._harness import Median, Scale, Table, as_ratios, at_most, in_time
 
 _CODE = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 _DEPENDENCIES, _SLACK = "jax, equinox", 1.1
@@ -24,10 +23,9 @@ def run(scale: Scale) -> Iterator[Table]:
     for _ in range(scale.rounds):
         for name in names:
             samples[name].append(_seconds(name))
-    medians = [statistics.median(samples[name]) for name in names]
-    ratio = medians[1] / medians[0]
-    target = Verdict(f"import of {names[1]} <= {_SLACK:g}x {_DEPENDENCIES}", ratio <= _SLACK, f"{ratio:.2f}x")
-    yield Table("The import", ["", *names], [["import", *as_ratios(medians, in_time)]], [target])
+    medians = {name: Median(each) for name, each in samples.items()}
+    target = at_most(_SLACK, "import", medians, names[1], _DEPENDENCIES)
+    yield Table("The import", ["", *names], [["import", *as_ratios(list(medians.values()), in_time)]], [target])
 
 
 def _seconds(names: str) -> float:
