@@ -29,6 +29,9 @@ _INTRODUCTION = """\
 Written by `python -m benchmarks`: first what is claimed and what was found, then the tables. In each table the first
 column of numbers is the yardstick, in absolute terms, and the others are multiples of it: medians of calls that were
 made in rounds, each in another order, in one process, so that other work of the machine falls on all alike.
+
+Where a claim is about two medians, the 95 % interval of their ratio stands behind it. A claim is missed if the interval
+is above the limit as a whole. It is unclear if the ratio is above the limit, and the interval reaches below it.
 """
 _TABLES = """\
 # Tables

@@ -9,7 +9,7 @@ all relative to one of its cases, the yardstick.
 
 A claim about two medians is missed where their ratio is above the limit and the 95 % interval of the ratio too: the
 rounds are drawn again, a thousand times, with replacement (a bootstrap). Where the interval holds the limit the verdict
-is "unclear". What has fewer samples than five, or is no time, is what it is.
+is "unclear". What has fewer samples than three, or is no time, is what it is.
 """
 
 import gc
@@ -36,7 +36,7 @@ class Scale(NamedTuple):
     is_smoke: bool = False
 
 
-FULL = Scale((10, 100, 1000, 5000), seconds=1.5, rounds=7, patience=30)
+FULL = Scale((10, 100, 1000, 5000), seconds=1.5, rounds=5, patience=30)
 SMOKE = Scale((10, 20), seconds=0.02, rounds=2, patience=10, is_smoke=True)
 _MOST_ROUNDS = 300
 
@@ -128,7 +128,7 @@ class Verdict(NamedTuple):
         return "unclear" if self.is_met is None else "met" if self.is_met else "**missed**"
 
 
-_ENOUGH = 5  # samples for an interval
+_ENOUGH = 3  # samples for an interval
 
 
 def at_most(limit: float, what: str, found: Mapping[str, float], name: str, of: str) -> Verdict:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._harness import Scale, as_ratios, in_time, medians
+from ._harness import Median, Scale, as_ratios, in_time, medians
 
 Function = tuple[Callable[..., Any], tuple[Any, ...]]  # and its arguments
 
@@ -45,7 +45,7 @@ def build(
 
 
 def built(functions: Mapping[str, Function], patience: float, donate: Sequence[int] = ()) -> dict[str, Program]:
-    """Each program as built in median time, of three rounds or as many as begin within these seconds."""
+    """Each program, and the median time to build it, of three rounds or as many as begin within these seconds."""
     found: dict[str, list[Program]] = {name: [] for name in functions}
     stop = time.perf_counter() + patience
     for done in range(3):
@@ -53,8 +53,8 @@ def built(functions: Mapping[str, Function], patience: float, donate: Sequence[i
             break
         for name, (f, args) in functions.items():
             found[name].append(build(f, *args, donate=donate))
-    ordered = {name: sorted(programs, key=lambda program: program.build) for name, programs in found.items()}
-    return {name: programs[(len(programs) - 1) // 2] for name, programs in ordered.items()}
+    of_all = {name: Median(program.build for program in programs) for name, programs in found.items()}
+    return {name: programs[-1]._replace(build=of_all[name]) for name, programs in found.items()}
 
 
 def timed(programs: Mapping[str, Program], functions: Mapping[str, Function], scale: Scale) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Steps that are called over and over, and models with which that leads somewhere."""
 
-import statistics
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from flax import nnx
 import treeparams as tp
 from treeparams import optim
 
-from ._harness import Scale, Sweep, Timing, medians
+from ._harness import Median, Scale, Sweep, Timing, medians
 from ._models import Net, net, nnx_net
 from ._programs import unburdened
 
@@ -86,7 +86,7 @@ def measured(
     if checked:
         check_losses(checked)
     steps = medians(loops, scale, IN_A_ROW)
-    return {name: Timing(statistics.median(builds[name]), steps[name]) for name in makers}, loops
+    return {name: Timing(Median(builds[name]), steps[name]) for name in makers}, loops
 
 
 def sweep_of_steps(
@@ -111,12 +111,17 @@ def arrays(leaves: int, width: int = WIDTH) -> list[jax.Array]:
 
     There still is a signal behind hundreds of such layers, and a gradient before them.
     """
+    return jax.device_put([each.copy() for each in _numbers(leaves, width)])  # or what is donated were theirs
+
+
+@functools.cache
+def _numbers(leaves: int, width: int) -> list[np.ndarray]:
     random = np.random.default_rng(0)
     made = []
     for _ in range(leaves // 2):
         rotation = np.linalg.qr(random.normal(size=(width, width)))[0]
         made += [rotation.astype(np.float32), np.zeros(width, np.float32)]
-    return jax.device_put(made)
+    return made
 
 
 def model(leaves: int, width: int = WIDTH) -> Net:

@@ -44,12 +44,11 @@ def run(scale: Scale) -> Iterator[Table]:
     sizes = ((4, 8),) if scale.is_smoke else ((20, 1024), (100, 256), (100, 32))
     leaves, width = sizes[0] if scale.is_smoke else (100, 256)
     is_gpu = jax.default_backend() == "gpu"
-    fewer = leaves if scale.is_smoke or is_gpu else 40  # for a TPU they are built, for long, and not run
     many = ((1000, 32),) if is_gpu and not scale.is_smoke else ()
     groups: dict[str, Groups] = {
         "Whole steps": {f"{n} leaves, {w} wide": functools.partial(_steps, n, w) for n, w in (*sizes, *many)},
-        f"Derivatives of `restructure`: {fewer} leaves, {width} wide": {
-            name: functools.partial(_derivatives, name, fewer, width) for name in ("value and gradient", *DERIVATIVES)
+        f"Derivatives of `restructure`: {leaves} leaves, {width} wide": {
+            name: functools.partial(_derivatives, name, leaves, width) for name in ("value and gradient", *DERIVATIVES)
         },
         f"Parts of a step: {leaves} leaves, {width} wide": {
             name: functools.partial(make, leaves, width) for name, make in _PARTS.items()

@@ -36,7 +36,7 @@ def _jacobians(inputs: int, outputs: int, scale: Scale) -> Table:
         _TP: (nested.batched_jacobian(whole), (params, x)),
         _BLOCKS: (lambda params, x: jnp.einsum("ijik->ijk", jax.jacrev(whole, 1)(params, x)), (params, x)),
     }
-    programs = built(functions, 0 if scale.is_smoke else 20)
+    programs = built(functions, 0)
     times = timed(programs, functions, scale)
     sweeps = programs[_TP].flops / build(whole, params, x).flops
     targets = [

@@ -1,7 +1,7 @@
 """Products with the Hessian: once, and many times at one model.
 
 The yardstick of the first table is the gradient. "by hand" is `jax.jvp` of `jax.grad` over the tree. In the second the
-products of 50 directions come one after the other, as in a solver, each call jitted on its own: fresh products against
+products of 20 directions come one after the other, as in a solver, each call jitted on its own: fresh products against
 one operator, whose linearisation is counted. In operations a dense net, all of it trained, cannot come below three
 quarters: six of the eight matrix products of a layer depend on the direction. `optax.second_order` goes
 with Optax 0.2.9.
@@ -51,7 +51,7 @@ def _products(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
     }
     if hasattr(optax, "second_order"):
         functions[_OPTAX] = (lambda p, v, x: optax.second_order.hvp(loss, v, p, x, None), (params, vector, x))
-    programs = built(functions, 0 if scale.is_smoke else 20)
+    programs = built(functions, 0)
     times = timed(programs, functions, scale)
     flops = programs[_TP].flops / programs[_GRADIENT].flops
     targets = [
@@ -64,7 +64,7 @@ def _products(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
 
 
 def _solver(scale: Scale) -> Table:
-    count = 3 if scale.is_smoke else 50
+    count = 3 if scale.is_smoke else 20
     rows, targets = [], []
     for name, (model, x, where) in _subjects(scale).items():
         times, operations = _many(model, x, where, count, scale)

@@ -33,7 +33,7 @@ def _table(leaves: int, scale: Scale) -> Table:
         functions = {name: (derivative(loss), arguments(at)) for name, (loss, at) in chosen.items()}
         builds = {
             (name, i): build(f, *args)
-            for i in range(2)
+            for i in range(1 if scale.is_smoke else 2)
             for name, (f, args) in functions.items()
             if not i or name == _TP or (name == _RAVEL and leaves <= _TWICE)
         }

@@ -1,11 +1,11 @@
 """The dense Hessian of a net of 18 leaves and 165 parameters, at one example and over a batch.
 
-The yardstick is `eqx.filter_hessian`, which gives a tree of trees of blocks, here 324 of them, as does `jax.hessian` of
-the tree. Of a vector the Hessian is one matrix. "products" is the least that any of them does: a Hessian-vector product
-with every row of the identity, which is given, taken in the tree and left as 18 arrays. The run time is that of a call
-as users make it, of `eqx.filter_jit` for the yardstick and of `jax.jit` for the others. Over a batch the arithmetic
-takes most of it: there the run time is held against the products, and less is claimed of the build, which compiles
-the same products of batches in all of these ways.
+The yardstick is `eqx.filter_hessian`, which gives a tree of trees of blocks, here 324 of them, and is the program of
+`jax.hessian` of the tree. Of a vector the Hessian is one matrix. "products" is the least that any of them does: a
+Hessian-vector product with every row of the identity, which is given, taken in the tree and left as 18 arrays. The run
+time is that of a call as users make it, of `eqx.filter_jit` for the yardstick and of `jax.jit` for the others. Over a
+batch the arithmetic takes most of it: there the run time is held against the products, and less is claimed of the
+build, which compiles the same products of batches in all of these ways.
 """
 
 import math
@@ -24,7 +24,7 @@ from ._harness import Scale, Table, at_most, medians
 from ._programs import Function, built, rows, until_done
 
 _EQX, _TP, _RAVEL = "eqx.filter_hessian", "restructure", "ravel_pytree"
-_NESTED, _JAX, _PRODUCTS = "nested.hessian", "jax.hessian", "products"
+_NESTED, _PRODUCTS = "nested.hessian", "products"
 
 
 def run(scale: Scale) -> Iterator[Table]:
@@ -76,7 +76,6 @@ def _hessians(mlp: eqx.nn.MLP, x: jax.Array) -> dict[str, Function]:
         _EQX: (lambda params, x: eqx.filter_hessian(of_tree)(params, x), (params, x)),
         _TP: (jax.hessian(lambda vector, x, restructure: _loss(restructure(vector), x)), (vector, x, restructure)),
         _NESTED: (lambda vector, x: nested.hessian(_loss)(restructure(vector), x), (vector, x)),
-        _JAX: (jax.hessian(of_tree), (params, x)),
         _RAVEL: (jax.hessian(lambda vector, x: of_tree(unravel(vector), x)), (vector, x)),
         _PRODUCTS: (products, (params, x, identity)),
     }

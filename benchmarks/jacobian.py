@@ -191,7 +191,7 @@ def _side_by_side(
     scale: Scale,
 ) -> Table:
     """Programs of which some are ours; their memory is limited, in units of so many bytes, and the first one's time."""
-    programs = built(functions, 0 if scale.is_smoke else 5)
+    programs = built(functions, 0)
     times = timed(programs, functions, scale)
     in_units = [
         [f"in {unit}", *(f"{program.temporary / size:.2f}" for program in programs.values())]

@@ -24,7 +24,7 @@ _JAX, _TP, _EQX, _NNX = "jax.jit", "tp.jit", "eqx.filter_jit", "nnx.jit"
 
 def run(scale: Scale) -> Iterator[Table]:
     for title, cases in (("a scalar", _scalar), ("the model", _model)):
-        found = sweep(cases, scale)
+        found = sweep(cases, scale, largest=1000)
         targets = [found.ratio_target(_TP, _EQX, _LIMITS[title]), found.growth_target(_TP)]
         yield found.table(f"`tp.jit(f)(model)`, of which `f` returns {title}", targets)
         yield found.firsts(f"The first call, of which `f` returns {title}", [], found.names)

@@ -30,7 +30,7 @@ def run(scale: Scale) -> Iterator[Table]:
 
 def _table(name: str, activation: Callable[..., Any], scale: Scale) -> Table:
     functions = _laplacians(activation, scale)
-    programs = built(functions, 0 if scale.is_smoke else 20)
+    programs = built(functions, 0)
     want = programs[_TRACE].call(*functions[_TRACE][1])
     for each, program in programs.items():
         np.testing.assert_allclose(program.call(*functions[each][1]), want, 1e-3, 1e-4)
@@ -44,7 +44,7 @@ def _in_loss(scale: Scale) -> Table:
         name: (jax.grad(lambda params, x, f=f: jnp.mean(f(params, x) ** 2)), arguments)
         for name, (f, arguments) in _laplacians(jnp.tanh, scale).items()
     }
-    programs = built(functions, 0 if scale.is_smoke else 20)
+    programs = built(functions, 0)
     times = timed(programs, functions, scale)
     return Table("The gradient of its mean square, tanh", ["", *programs], rows(programs.values(), times.values()))
 

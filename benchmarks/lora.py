@@ -44,7 +44,7 @@ def run(scale: Scale) -> Iterator[Table]:
     }
     functions = {name: _step(example, each, layout, texts) for name, (each, layout) in changed.items()}
     programs = built(functions, patience=0)
-    found = rows(programs.values(), timed(programs, functions, scale).values())
+    found = rows(programs.values(), timed(programs, functions, scale._replace(rounds=min(scale.rounds, 3))).values())
     states = [sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[2])) for _, arguments in functions.values()]
     found.append(["state", *as_ratios(states, in_bytes)])
     found.append(["trained", *(f"{tp.layout(*each).size:,}" for each in changed.values())])

@@ -8,7 +8,7 @@ turn, and the median counts.
 Most of Muon is products of matrices. Two columns have these alone, five iterations of three products, of all matrices
 at once and of one after another: XLA for CPU takes longer for a product of many small matrices than for one product
 after another, so rows together cannot be faster than the first of these columns. Momentum, norm and the new parameters
-come on top.
+come on top: row by row what they read is in the cache still, all together they are passes over megabytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,8 +43,8 @@ def _updates(rule: str, sizes: tuple[int, int], scale: Scale) -> Iterator[Table]
     target = at_most(1 / 10, f"{what} build", builds, _STACKS, _JAX)
     yield found.firsts(f"{rule}: trace, lower, compile", [target], found.names)
     if rule == "Muon":
-        pairs = {_STACKS: _AT_ONCE, _ROW_BY_ROW: _ONE_BY_ONE}
-        targets = [at_most(1.25, f"{what} run time", steps, name, of) for name, of in pairs.items()]
+        pairs = {_STACKS: (1.5, _AT_ONCE), _ROW_BY_ROW: (1.25, _ONE_BY_ONE)}
+        targets = [at_most(limit, f"{what} run time", steps, name, of) for name, (limit, of) in pairs.items()]
         targets.append(at_most(0.75, f"{what} run time", steps, _ROW_BY_ROW, _JAX))
     else:
         targets = [at_most(1 / 2, f"{what} run time", steps, name, _JAX) for name in (_STACKS, _ROW_BY_ROW)]

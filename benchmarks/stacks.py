@@ -7,9 +7,10 @@ are one array of all weights and one of all biases, and the layers a `jax.lax.sc
 floor has the products of a linear net, forward and backward, and one pass over parameters, moments and average: no
 biases, no `tanh` and no norm.
 
-Further on the layers are not scanned, but all cut out of the stacks, as they are out of a vector. Large leaves are
-matrices in chains of products, in a whole step with Adam. Large rows of one stack are copied where they are cut out and
-joined, so nothing is claimed of them: "large ones apart" has a group for each, so that they rest in stacks of one,
+Further on the layers are not scanned, but all cut out of the stacks, as they are out of a vector. What is compiled has
+a fifth more lines then: a row gets an axis where it is joined, and an index for each axis where it is cut. Large leaves
+are matrices in chains of products, in a whole step with Adam. Large rows of one stack are copied where they are cut out
+and joined, so nothing is claimed of them: "large ones apart" has a group for each, so that they rest in stacks of one,
 which are not copied. That is not done by itself, since `restructure.scan` and `sharding` need layers to be rows of one
 stack. At the end, stacks are made outside of `jit`.
 
@@ -76,7 +77,7 @@ def _whole_steps(sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
     longest = found.timings[most][_STACKS].first
     what = f"whole step, {many} leaves:"
     targets = [
-        at_most(1 / 2.5, f"{what} build", builds, _VECTOR, _JAX),
+        at_most(1 / 3, f"{what} build", builds, _VECTOR, _JAX),
         at_most(1 / 20, f"{what} build", builds, _STACKS, _JAX),
         at_most(1 / 6, f"{what} build", builds, _STACKS, _VECTOR),
         found.growth_target(_STACKS, 0.2, firsts=True),
@@ -176,7 +177,7 @@ def _cut_out(leaves: int, scale: Scale) -> Table:
     times = timed(programs, functions, scale)
     builds, what = {name: each.build for name, each in programs.items()}, f"not scanned, {leaves} leaves:"
     targets = [
-        at_most(_SLACK, f"{what} build", builds, _STACKS, _VECTOR),
+        at_most(1.25, f"{what} build", builds, _STACKS, _VECTOR),
         at_most(_SLACK, f"{what} run time", times, _STACKS, _VECTOR),
     ]
     title = f"Value and gradient, not scanned: {leaves} leaves of 16x16 and 16"

@@ -51,7 +51,7 @@ def run(scale: Scale) -> Iterator[Table]:
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE))
     task = Task(2 if scale.is_smoke else 200, optimiser, averages=True)
     builds, steps = _measure(task, scale)
-    targets = [at_most(1 / 3, "step", steps, _FLAT, _JAX), at_most(1 / 3, "build", builds, _FLAT, _JAX)]
+    targets = [at_most(1 / 3, "step", steps, _FLAT, _JAX), at_most(1 / 2, "build", builds, _FLAT, _JAX)]
     targets += [at_most(1 / 8, "step", steps, _FLAT, _EQX), at_most(1 / 20, "step", steps, _FLAT, _NNX)]
     targets.append(at_most(1.1, "step", steps, _FLAT, _RAVEL))
     cells = [

@@ -1,11 +1,12 @@
 """Benchmarks as pages: what is claimed and found on a CPU, the tables behind that, and those of a GPU."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
 REPOSITORY = "https://github.com/treeparams/treeparams/blob/main/benchmarks"
-_CLAIM = re.compile(r"^\| (\w+) +\| *(\S.*?) +\| *(\S.*?) +\| *(met|\*\*missed\*\*) \|$", re.MULTILINE)
+_CLAIM = re.compile(r"^\| (\w+) +\| *(\S.*?) +\| *(\S.*?) +\| *(met|unclear|\*\*missed\*\*) \|$", re.MULTILINE)
 
 
 def pages(results: str, gpu: str) -> Iterator[tuple[str, str]]:
@@ -49,8 +50,8 @@ def _page(title: str, description: str, source: str, text: str) -> str:
 
 
 def _claims(lead: str, found: list[tuple[str, str, str, str]]) -> str:
-    met = sum(verdict == "met" for *_, verdict in found)
-    parts = [f"**{met} of {len(found)} claims are met.**", lead]
+    counts = Counter(verdict.strip("*") for *_, verdict in found)
+    parts = [f"**{counts['met']} of {len(found)} claims are met, {counts['missed']} are missed.**", lead]
     for subject, rows in groupby(found, lambda each: each[0]):
         lines = [f"| {claim} | {result} | {verdict} |" for _, claim, result, verdict in rows]
         parts.append(

@@ -5,9 +5,9 @@ import functools
 import gc
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
+
+from . import quick
 
 # Eight CPU devices, before JAX starts; tests of sharding and of several devices need them.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -16,10 +16,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 # (FLOPs, bytes, temporary memory) are of what XLA has before that, and the same. XLA aborts at flags it does not have.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    quick = os.environ["XLA_FLAGS"] + " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    start = [sys.executable, "-c", "import jaxlib.xla_client; jaxlib.xla_client.make_cpu_client()"]
-    if subprocess.run(start, env=os.environ | {"XLA_FLAGS": quick}, capture_output=True).returncode == 0:
-        os.environ["XLA_FLAGS"] = quick
+    os.environ["XLA_FLAGS"] += quick.flags()
 
     # A third of the programs have been compiled before, in another test or by the other worker. With a folder that is
     # kept, JAX_COMPILATION_CACHE_DIR=..., the next run takes over what this one has compiled.

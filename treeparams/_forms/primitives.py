@@ -30,7 +30,7 @@ Shapes = tuple[tuple[int, ...], ...]
 # A shape that stands at fewer places than this is cut at constant offsets. For a net of 10 leaves the conditional below
 # saves a third of the build and costs a tenth of the run time; from some 30 leaves on it saves up to nine tenths of the
 # build. There a gradient takes as long as with constant offsets, and a derivative of higher order, which has a
-# conditional for each cut, 1.1 to 1.7 times as long (`benchmarks/RESULTS.md`, `restructure`).
+# conditional for each cut, 1.0 to 1.1 times as long (`benchmarks/RESULTS.md`, `derivatives`).
 _FEW = 16
 
 

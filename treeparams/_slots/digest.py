@@ -1,5 +1,6 @@
 """A short text that differs between different layouts, for files, messages and other processes."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -14,10 +15,10 @@ def digest_of(structure: Structure, trained: Sequence[bool], ties: Iterable[Alia
     It leaves out node types, static values and leaves that are not arrays, so a dictionary that becomes a class keeps
     its digest.
     """
-    paths = structure.paths
+    paths, in_words = structure.paths, functools.cache(str)  # of few dtypes, which NumPy names slowly
     # In tree order, since that is how slots follow one another in a vector and in stacks.
     leaves = [
-        [path, list(spec.shape), str(spec.dtype), is_trained]
+        [path, list(spec.shape), in_words(spec.dtype), is_trained]
         for path, spec, is_trained in zip(paths, structure.specs, trained, strict=True)
         if spec is not None
     ]

@@ -74,8 +74,10 @@ def _declarations(structure: Structure) -> list[frozenset[int]]:
 
 def declaring_nodes(structure: Structure) -> list[tuple[Node, Declared]]:
     """Returns the nodes whose classes declare something, with the declarations."""
-    found = [(node, declared(node.cls, registry.version)) for node in structure.nodes]
-    return [(node, said) for node, said in found if any(said)]
+    classes = dict.fromkeys([node.cls for node in structure.nodes])  # few, of many nodes
+    found = {cls: declared(cls, registry.version) for cls in classes}
+    declaring = {cls: said for cls, said in found.items() if any(said)}
+    return [(node, declaring[node.cls]) for node in structure.nodes if node.cls in declaring]
 
 
 def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[frozenset[int]]:

@@ -94,8 +94,8 @@ def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[
         key.name if type(key) is GetAttrKey else str(key.idx) if type(key) is SequenceKey else quote(key_text(key))
         for key in keys
     ]
-    known = dict(zip(entries, keys, strict=True))
-    if len(known) < len(entries):
+    if len(set(entries)) < len(entries):
+        known = dict(zip(entries, keys, strict=True))
         entry, one = next((entry, key) for entry, key in zip(entries, keys, strict=True) if key is not known[entry])
         where = f"the node at {join_path(above)!r}" if above else "the root"
         raise ValueError(

@@ -61,8 +61,8 @@ def in_sweeps(f: Callable[[Any], jax.Array], x: jax.Array, chunk: int | None, ba
         sample, everywhere = jnp.zeros(along.shape[batch:], along.dtype), jnp.zeros_like(along)
         spread = lambda direction: everywhere + jnp.expand_dims(direction, tuple(range(batch)))
         along_one, directions = lambda direction: linear(spread(direction)), basis(sample)
-        # Not in a batch of one, XLA copies the row to lay it out; but complex products in batches are loops.
-        if chunk is None and sample.size == 1 and not is_complex(sample.dtype):
+        # One row alone XLA copies to lay it out; but complex products in batches are loops, of one row too.
+        if chunk is None and not is_complex(sample.dtype):
             return jax.vmap(along_one)(directions)
         return mapped(along_one, directions, chunk, "sweeps")
 

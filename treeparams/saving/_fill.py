@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._files.arrays import as_in_jax, in_numpy, placed
+from .._files.arrays import Like, as_in_jax, in_numpy, placed_in_turn
 from .._files.names import Names, heads_of, spelt_as
 from .._tree.copying import copy_leaf
 from .._tree.dtypes import Array
@@ -71,19 +71,22 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
             f"nothing comes to {shown([names[i] for i in empty])}, and the model has no value there either; pass a "
             "model with values"
         )
-    values, besides, taken = dict[int, Any](), list[tuple[Move, Any]](), set[int]()
-    for move, array in _moved(found, given):
-        if found.comes.get(move.leaf) is not move:
-            besides.append((move, array))
-            continue
-        # NumPy arrays may change; and a model that is not tied stays so, though the source be.
-        is_of_source = isinstance(array, np.ndarray) and not given.is_file and move.route.function is not stack
-        array = copy_leaf(array) if is_of_source or id(array) in taken else array
-        taken.add(id(array))
-        made = placed(names[move.leaf], array, contents.leaves[move.leaf])
-        # NumPy only looks at an array of JAX, which cannot be written to; a leaf of the model can.
-        is_looked_at = isinstance(made, np.ndarray) and not made.flags.writeable
-        values[move.leaf] = made.copy() if is_looked_at else made
+    besides, taken = list[tuple[Move, Any]](), set[int]()
+
+    def coming() -> Iterator[tuple[int, Like]]:
+        for move, array in _moved(found, given):
+            if found.comes.get(move.leaf) is not move:
+                besides.append((move, array))
+                continue
+            # NumPy arrays may change; and a model that is not tied stays so, though the source be.
+            is_of_source = isinstance(array, np.ndarray) and not given.is_file and move.route.function is not stack
+            array = copy_leaf(array) if is_of_source or id(array) in taken else array
+            taken.add(id(array))
+            yield move.leaf, (names[move.leaf], array, contents.leaves[move.leaf])
+
+    # NumPy only looks at an array of JAX, which cannot be written to; a leaf of the model can.
+    is_looked_at = lambda made: isinstance(made, np.ndarray) and not made.flags.writeable
+    values = {i: made.copy() if is_looked_at(made) else made for i, made in placed_in_turn(coming())}
     leaves = contents.leaves_with(values)
     for move, value in besides:
         _check_same(move, value, leaves[move.leaf], contents)

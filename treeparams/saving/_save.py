@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
-from .._files.arrays import inventory_of, kind_of, placed
+from .._files.arrays import Like, inventory_of, kind_of, placed_in_turn
 from .._files.file import PREFIX, Draft, File, file_at
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
@@ -242,12 +242,12 @@ def filled(
 ) -> PyTree:
     """Returns the tree with the arrays, numbers and texts of a file that fits."""
 
-    def put(name_and_array: tuple[str, Array]) -> tuple[int, Array]:
-        """Places one array; `map` releases it before the next one is read."""
+    def with_its_leaf(name_and_array: tuple[str, Array]) -> tuple[int, Like]:
+        """Of one array; `map` releases it before the next one is read."""
         name, array = name_and_array
-        return leaves[name], placed(name, array, contents.leaves[leaves[name]])
+        return leaves[name], (name, array, contents.leaves[leaves[name]])
 
-    values = dict(map(put, arrays))
+    values = dict(placed_in_turn(map(with_its_leaf, arrays)))
     values |= {leaves[name]: from_words(said) for name, said in values_in(words).items()}
     return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
 
