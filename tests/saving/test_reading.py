@@ -231,3 +231,22 @@ def test_64_bits_that_32_cannot_hold_are_never_cut_in_silence(tmp_path, value):
         else:
             with pytest.raises(ValueError, match=r"'w' is .*, and has values that .* cannot hold; switch on jax_en"):
                 read(path, like)
+
+
+def test_small_arrays_are_placed_together(tmp_path, monkeypatch):
+    """In a third of the time of one after another. A large one does not wait for others, which would take memory."""
+    model = {f"{i:03}": jnp.full(64, i, jnp.float32) for i in range(200)} | {"large": jnp.ones((2, 1 << 20))}
+    saving.save(tmp_path / "model.safetensors", model)
+    together, put = [], jax.device_put
+
+    def counting(arrays, *args):
+        together.append(len(arrays))
+        return put(arrays, *args)
+
+    monkeypatch.setattr(jax, "device_put", counting)
+    loaded = saving.load(tmp_path / "model.safetensors", model)
+    moved = saving.plan(tmp_path / "model.safetensors", model)(tmp_path / "model.safetensors")
+    assert sum(together) == 2 * 201
+    assert len(together) <= 4
+    for tree in (loaded, moved):
+        assert all(np.array_equal(tree[name], model[name]) for name in model)
