@@ -5,7 +5,7 @@ layers of 8x8 on a batch of 8. The yardstick is `jax.jit` of the model. Layers a
 `restructure.scan`; in one column the parameters rest in the model and are stacked in each step. By hand, the parameters
 are one array of all weights and one of all biases, and the layers a `jax.lax.scan` over them, without this library. The
 floor has the products of a linear net, forward and backward, and one pass over parameters, moments and average: no
-biases, no `tanh` and no norm.
+biases, no `tanh` and no norm, which is where a scan by hand takes half as long again.
 
 Further on the layers are not scanned, but all cut out of the stacks, as they are out of a vector. What is compiled has
 a fifth more lines then: a row gets an axis where it is joined, and an index for each axis where it is cut. Large leaves
@@ -90,7 +90,7 @@ def _whole_steps(sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
     ]
     targets.append(at_most(1, f"{what} run time", steps, _STACKS, _EACH_STEP))
     targets.append(at_most(_SLACK, f"{what} run time", steps, _STACKS, _BY_HAND))
-    targets.append(at_most(1.5, f"{what} run time", steps, _STACKS, _FLOOR))
+    targets.append(at_most(1.8, f"{what} run time", steps, _STACKS, _FLOOR))
     yield found.table("Whole step: run time", targets)
 
 

@@ -180,7 +180,11 @@ Like = tuple[str, Array, Array | jax.ShapeDtypeStruct]
 
 def placed(name: str, array: Array, like: Array | jax.ShapeDtypeStruct) -> Array:
     """Places an array like another one: in NumPy, or on its devices with its sharding."""
-    return _placed([(name, array, like)])[0]
+    if isinstance(array, Tracer):
+        return array
+    if isinstance(like, np.ndarray):
+        return _narrowed(name, np.asarray(array), like.dtype)
+    return _in_jax_together([(name, array, like)])[0]
 
 
 def placed_in_turn(arrays: Iterable[tuple[int, Like]]) -> Iterator[tuple[int, Array]]:
@@ -191,30 +195,28 @@ def placed_in_turn(arrays: Iterable[tuple[int, Like]]) -> Iterator[tuple[int, Ar
     """
     waiting, size = dict[int, Like](), 0
     for key, each in arrays:
+        if isinstance(each[1], Tracer) or isinstance(each[2], np.ndarray):
+            yield key, placed(*each)
+            continue
         waiting[key], size = each, size + each[1].nbytes
         del each
         if size >= PIECE:
-            yield from zip(waiting, _placed(waiting.values()), strict=True)
+            yield from zip(waiting, _in_jax_together(waiting.values()), strict=True)
             waiting, size = {}, 0
-    yield from zip(waiting, _placed(waiting.values()), strict=True)
+    yield from zip(waiting, _in_jax_together(waiting.values()), strict=True)
 
 
-def _placed(arrays: Iterable[Like]) -> list[Array]:
+def _in_jax_together(arrays: Iterable[Like]) -> list[jax.Array]:
     made: list[Any] = []
     together: dict[tuple[Any, bool], list[int]] = {}
     for name, array, like in arrays:
-        if isinstance(array, Tracer):
-            made.append(array)
-        elif isinstance(like, np.ndarray):
-            made.append(_narrowed(name, np.asarray(array), like.dtype))
-        else:
-            array, sharding = as_in_jax(name, array), getattr(like, "sharding", None)
-            if isinstance(array, jax.Array) or sharding is None or isinstance(sharding, SingleDeviceSharding):
-                together.setdefault((sharding, getattr(like, "committed", True)), []).append(len(made))
-            else:  # each device, of this process or of another one, gets its share
-                share = lambda index, array=array: np.array(np.asarray(array)[index])
-                array = jax.make_array_from_callback(array.shape, sharding, share)
-            made.append(array)
+        array, sharding = as_in_jax(name, array), getattr(like, "sharding", None)
+        if isinstance(array, jax.Array) or sharding is None or isinstance(sharding, SingleDeviceSharding):
+            together.setdefault((sharding, getattr(like, "committed", True)), []).append(len(made))
+        else:  # each device, of this process or of another one, gets its share
+            share = lambda index, array=array: np.array(np.asarray(array)[index])
+            array = jax.make_array_from_callback(array.shape, sharding, share)
+        made.append(array)
     for place, several in together.items():
         for i, array in zip(several, _put([made[i] for i in several], *place), strict=True):
             made[i] = array
