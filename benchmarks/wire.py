@@ -37,7 +37,7 @@ _COPY, _PICKLE, _APART, _SAFETENSORS = "copy and CRC-32", "pickle", "an array ea
 _TREE, _VECTOR = "treeparams, tree", "treeparams, vector"
 _CLAIMED, _CLAIMED_ROUNDS = (_COPY, _PICKLE, _VECTOR), 3
 _SLACK = {"float32": 1.2, "bfloat16": 2}
-_OF_PICKLE = {"Send": 1 / 1.5, "Receive": 1 / 5}
+_OF_PICKLE = {"Send": 1 / 1.5, "Receive": 1 / 8}
 
 
 def run(scale: Scale) -> Iterator[Table]:
