@@ -134,8 +134,11 @@ _ENOUGH = 3  # samples for an interval
 def at_most(limit: float, what: str, found: Mapping[str, float], name: str, of: str) -> Verdict:
     """Says whether something of one case keeps to a multiple, or to a fraction, of that of another."""
     is_met, ratio = _compared(found[name], found[of], limit)
-    allowed = f"1/{1 / limit:.3g} of" if limit < 1 else f"{limit:g}x"
-    return Verdict(f"{what} of {name} <= {allowed} {of}", is_met, ratio)
+    return Verdict(f"{what} of {name} <= {_times(limit)} {of}", is_met, ratio)
+
+
+def _times(limit: float) -> str:
+    return f"1/{1 / limit:.3g} of" if limit < 1 else f"{limit:g}x"
 
 
 def _compared(value: float, of: float, limit: float) -> tuple[bool | None, str]:
@@ -225,9 +228,8 @@ class Sweep:
         worst = max(rows, key=lambda size: rows[size][name].median / rows[size][of].median)
         are_met = [is_met for is_met, _ in found.values()]
         is_met = False if False in are_met else None if None in are_met else True
-        allowed = f"1/{1 / limit:.3g} of" if limit < 1 else f"{limit:g}x"
         words = "; ".join(f"{found[size][1]} at {size} leaves" for size in sorted({worst, max(rows)}))
-        return Verdict(f"{name} <= {allowed} {of}{at}", is_met, words)
+        return Verdict(f"{name} <= {_times(limit)} {of}{at}", is_met, words)
 
     def ratios(self, name: str, of: str) -> dict[int, float]:
         """What a case takes as a multiple of another, at the sizes at which both were run."""

@@ -11,7 +11,7 @@ import jax
 
 from treeparams import sharding
 
-from . import _harness as harness
+from . import _harness
 from ._harness import Median, Scale, Table, Verdict, as_ratios, in_time, medians
 from ._steps import IN_A_ROW, Loop, check_losses
 
@@ -132,4 +132,4 @@ def moves(found: Mapping[str, Found], name: str, limit: float) -> Verdict:
 
 def at_most(found: Mapping[str, Found], what: str, name: str, of: str, limit: float) -> Verdict:
     """Says whether a step takes no more of something than a multiple of another."""
-    return harness.at_most(limit, what, {each: getattr(found[each], what) for each in (name, of)}, name, of)
+    return _harness.at_most(limit, what, {each: getattr(found[each], what) for each in (name, of)}, name, of)

@@ -27,9 +27,8 @@ Product = Callable[[Any, jax.Array], jax.Array]
 
 def run(scale: Scale) -> Iterator[Table]:
     sizes = (16,) if scale.is_smoke else (256, 1024, 4096)
-    for title, of in (("Product", lambda product: product), ("Gradient", _gradient)):
-        sizes = sizes if title == "Product" else sizes[:2]
-        found = {n: _measured(n, of, scale) for n in sizes}
+    for title, of, several in (("Product", lambda product: product, sizes), ("Gradient", _gradient, sizes[:2])):
+        found = {n: _measured(n, of, scale) for n in several}
         header = ["n", *found[sizes[0]][0]]
         times = [[str(n), *as_ratios(list(times.values()), in_time)] for n, (_, times) in found.items()]
         lines = [_target(n, times) for n, (_, times) in found.items() if title == "Product" and n >= 1024]

@@ -13,7 +13,7 @@ from . import quick
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 # Most of the time would go into code for programs that run once, on little data: this halves it. Costs that are counted
-# (FLOPs, bytes, temporary memory) are of what XLA has before that, and the same. XLA aborts at flags it does not have.
+# (FLOPs, bytes, temporary memory) are of what XLA has before that, and the same.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] += quick.flags()
