@@ -6,19 +6,12 @@ so that the file is always of one run on one machine. `GPU.md` is `accelerator -
 """
 
 import argparse
-import importlib
-import inspect
-import os
 import pathlib
 import pkgutil
-import platform
 import time
-from importlib.metadata import version
 
-import jax
-
+from ._apart import machine, subject
 from ._harness import FULL, SMOKE, Table, Verdict
-from ._models import PACKAGES  # before any subject: it says what to install if a peer is missing
 
 _FOLDER = pathlib.Path(__file__).parent
 _SUBJECTS = sorted(module.name for module in pkgutil.iter_modules([str(_FOLDER)]) if not module.name.startswith("_"))
@@ -28,7 +21,7 @@ _INTRODUCTION = """\
 
 Written by `python -m benchmarks`: first what is claimed and what was found, then the tables. In each table the first
 column of numbers is the yardstick, in absolute terms, and the others are multiples of it: medians of calls that were
-made in rounds, each in another order, in one process, so that other work of the machine falls on all alike.
+made in rounds, each in another order, so that other work of the machine falls on all alike. Each subject has a process.
 
 Where a claim is about two medians, the 95 % interval of their ratio stands behind it. A claim is missed if the interval
 is above the limit as a whole. It is unclear if the ratio is above the limit, and the interval reaches below it.
@@ -53,33 +46,27 @@ def main() -> None:
     if unknown:
         parser.error(f"no subject {', '.join(sorted(unknown))}; there are {', '.join(_SUBJECTS)}")
     start, claims, sections = time.perf_counter(), [], []
-    print(_INTRODUCTION, _machine(), sep="\n")
+    on = machine()
+    print(_INTRODUCTION, on, sep="\n")
     for name in arguments.subjects or _SUBJECTS:
         began = time.perf_counter()
-        module = importlib.import_module(f"{__package__}.{name}")
-        sections.append(f"## {name}\n\n{inspect.getdoc(module)}\n")
+        introduction, tables = subject(name, SMOKE if arguments.smoke else FULL)
+        sections.append(f"## {name}\n\n{introduction}\n")
         print(f"\n{sections[-1]}")
-        for table in module.run(SMOKE if arguments.smoke else FULL):
+        for table in tables:
             sections.append(f"{table.markdown()}\n")
             print(sections[-1], flush=True)
             verdicts = [line for line in table.lines if isinstance(line, Verdict)]
             claims += [[name, each.target, each.found, each.word] for each in verdicts]
         sections.append(f"This took {time.perf_counter() - began:.0f} s.\n")
         print(sections[-1], flush=True)
-        jax.clear_caches()
     took = f"All of it took {time.perf_counter() - start:.0f} s."
     print(took)
     to = arguments.to or (None if arguments.subjects or arguments.smoke else _FOLDER / "RESULTS.md")
     if to:
         found = Table("What is claimed", ["", "claim", "found", ""], claims).markdown()
-        pieces = [_INTRODUCTION, f"{_machine()} {took}\n", *([f"{found}\n"] if claims else []), _TABLES, *sections]
+        pieces = [_INTRODUCTION, f"{on} {took}\n", *([f"{found}\n"] if claims else []), _TABLES, *sections]
         to.write_text("\n".join(pieces), encoding="utf-8")
-
-
-def _machine() -> str:
-    packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
-    python = f"Python {platform.python_version()}"
-    return f"{packages}, {python}; {jax.default_backend()} of {os.cpu_count()} cores ({platform.machine()})."
 
 
 if __name__ == "__main__":

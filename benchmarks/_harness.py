@@ -206,9 +206,10 @@ class Sweep:
         rows = [[str(size), *self._row(size, names, firsts)] for size in self.timings]
         if len(self.timings) == 1:
             return Table(title, ["leaves", *names], rows, [*lines, *self.notes])
-        growth = ["growth", *(f"{self.exponent(name, firsts):.2f}" for name in names)]
-        last = ["last step", *(f"{self.exponent(name, firsts, last=2):.2f}" for name in names)]
-        return Table(title, ["leaves", *names], [*rows, growth, last], [*lines, *self.notes])
+        for label, last in (("growth", 0), ("last step", 2)):
+            exponents = [self.exponent(name, firsts, last) for name in names]
+            rows.append([label, *("-" if np.isnan(each) else f"{each:.2f}" for each in exponents)])
+        return Table(title, ["leaves", *names], rows, [*lines, *self.notes])
 
     def _row(self, size: int, names: Sequence[str], firsts: bool) -> list[str]:
         timings = {name: timing.first if firsts else timing.median for name, timing in self.timings[size].items()}

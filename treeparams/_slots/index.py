@@ -10,8 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.dtypes import is_complex
-from .._tree.flattening import getter
-from .._tree.static_keys import identical
+from .._tree.flattening import Avals, getter
 from .._tree.structure import Structure
 from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
@@ -56,7 +55,7 @@ class Index:
         # functions, and these arrays.
         self.states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
-        self._avals: list[Any] = []  # of the arrays that had the shapes of the slots last
+        self._avals = Avals()  # of arrays with the shapes of the slots
         self.looked_at = -1  # for accidents with ties: as of which change of the memory of ties
         self.trained = trained  # of each leaf
         self.ties = ties
@@ -123,16 +122,7 @@ class Index:
 
     def have_shapes(self, arrays: Sequence[Any]) -> bool:
         """Returns whether these are arrays, one for each slot, of its shape."""
-        # The results of one program share their avals from call to call, and no shape needs to be read.
-        try:
-            avals = [each.aval for each in arrays]
-        except AttributeError:  # of labels, and of arrays that are only described
-            avals = []
-        if avals and identical(avals, self._avals):
-            return True
-        fits = [getattr(each, "shape", None) for each in arrays] == self.shapes
-        self._avals = avals if fits else []
-        return fits
+        return self._avals.fit(arrays, lambda: [getattr(each, "shape", None) for each in arrays] == self.shapes)
 
     @functools.cached_property
     def dtypes(self) -> list[Any]:

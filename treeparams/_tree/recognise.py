@@ -19,9 +19,8 @@ import jax
 import numpy as np
 
 from .declare import registry
-from .flattening import flatten, getter, same_treedef
+from .flattening import Avals, flatten, getter, same_treedef
 from .lost_ties import meet
-from .messages import is_concrete
 from .numbers import note_numbers
 from .static_keys import SIMPLE, contents, found_at, is_settled, static_key
 from .structure import Structure, scan
@@ -61,9 +60,8 @@ class _Known:
         self.shapes = list(map(_shape, found))
         self.dtypes = list(map(_dtype, found))
         self.distinct = len(set(map(id, found)))
-        # The avals of the arrays that fitted last, where all are JAX's.
-        have_values = not self.structure.is_traced and all(map(is_concrete, set(map(type, found))))
-        self.avals = list(map(_aval, found)) if have_values else []
+        self.avals = Avals()
+        self.avals.fit(found, lambda: True)
         # Of a NumPy array the type says nothing of the dtype.
         self.numpy = getter([i for i in self.positions if isinstance(leaves[i], np.ndarray)])
         self.numpy_dtypes = list(map(_dtype, self.numpy(leaves)))
@@ -96,15 +94,9 @@ class _Known:
 
     def fits_by_shape(self, leaves: list[Any]) -> bool:
         arrays = self.arrays(leaves)
-        # Arrays that came out of one program share the objects that are their types, and to find these the same takes
-        # a third of the time of comparing shapes and dtypes.
-        avals = list(map(_aval, arrays)) if self.avals else []
-        if avals and all(map(operator.is_, avals, self.avals)):
-            return True
-        fits = list(map(_shape, arrays)) == self.shapes and list(map(_dtype, arrays)) == self.dtypes
-        if fits and avals:
-            self.avals[:] = avals
-        return fits
+        return self.avals.fit(
+            arrays, lambda: list(map(_shape, arrays)) == self.shapes and list(map(_dtype, arrays)) == self.dtypes
+        )
 
 
 _known: "collections.OrderedDict[int, list[_Known]]" = collections.OrderedDict()
@@ -112,7 +104,6 @@ _changing = threading.Lock()  # for writing to `_known`; reading needs none
 _key = functools.partial(static_key, strict=True)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
-_aval = operator.attrgetter("aval")
 
 
 def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], TreeDef, Structure]:
