@@ -103,7 +103,7 @@ def _table(title: str, layers: list[Any], x: jax.Array, scale: Scale, is_alike: 
 
     losses = {_LOOP: loop, _ROLLED: tp.rolled(loop)} | ({_SCAN: scan} if is_alike else {})
     functions = {name: (jax.value_and_grad(loss), (stacks, x, keys)) for name, loss in losses.items()}
-    programs = built(functions, 0 if scale.is_smoke else 20)
+    programs = built(functions, 0 if scale.is_smoke else 10)
     times = timed(programs, functions, scale)
     of, limit, slack = (_SCAN, 2, 1.1) if is_alike else (_LOOP, 1, 1.25)
     builds = {name: program.build for name, program in programs.items()}

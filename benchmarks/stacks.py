@@ -86,11 +86,11 @@ def _whole_steps(sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
     yield found.firsts("Whole step: trace, lower, compile", targets, found.names)
     targets = [
         at_most(1 / 3, f"{what} run time", steps, _VECTOR, _JAX),
-        at_most(1 / 8, f"{what} run time", steps, _STACKS, _JAX),
+        at_most(1 / 6, f"{what} run time", steps, _STACKS, _JAX),
     ]
-    targets.append(at_most(1 / 2, f"{what} run time", steps, _STACKS, _EACH_STEP))
+    targets.append(at_most(1 / 1.75, f"{what} run time", steps, _STACKS, _EACH_STEP))
     targets.append(at_most(_SLACK, f"{what} run time", steps, _STACKS, _BY_HAND))
-    targets.append(at_most(1.8, f"{what} run time", steps, _STACKS, _FLOOR))
+    targets.append(at_most(1.6, f"{what} run time", steps, _STACKS, _FLOOR))
     yield found.table("Whole step: run time", targets)
 
 
