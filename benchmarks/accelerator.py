@@ -152,7 +152,7 @@ def _derivatives(name: str, leaves: int, width: int) -> Makers:
     return {
         each: _function(derive(loss), *at_what(at))
         for each, (loss, at) in losses(leaves, width).items()
-        if each != "lax.split"
+        if each not in ("ravel_pytree", "lax.split")  # which are slow to build
     }
 
 

@@ -35,7 +35,7 @@ def run(scale: Scale) -> Iterator[Table]:
 
 def _table(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
     functions = _hessians(mlp, x)
-    programs = built(functions, 0 if scale.is_smoke else 10)
+    programs = built(functions, 0 if scale.is_smoke else 6)
     calls = {name: until_done(jax.jit(f), args) for name, (f, args) in functions.items()}
     calls[_EQX] = until_done(eqx.filter_jit(eqx.filter_hessian(_loss)), (mlp, x))
     times = medians(calls, scale)

@@ -43,7 +43,7 @@ def run(scale: Scale) -> Iterator[Table]:
 
 
 def _table(title: str, model: list[Net], scale: Scale) -> Table:
-    programs, times = _measured(model, 0 if scale.is_smoke else 10, scale)
+    programs, times = _measured(model, 0 if scale.is_smoke else 6, scale)
     memory = {name: program.temporary for name, program in programs.items()}
     best = f"The least run time: {_best(times)}. The least temporary memory: {_best(memory)}."
     return Table(title, ["", *programs], rows(programs.values(), times.values()), [best])

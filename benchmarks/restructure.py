@@ -33,7 +33,7 @@ def run(scale: Scale) -> Iterator[Table]:
     for size in (4, 16) if scale.is_smoke else _SIZES:
         functions = {name: each for name, each in _gradients(size).items() if size <= _LARGEST.get(name, size)}
         own = {name: functions.pop(name) for name in (_TREE, _TP)}
-        programs[size] = built(own, 0 if scale.is_smoke else 10) | built(functions, 0)
+        programs[size] = built(own, 0 if scale.is_smoke else 6) | built(functions, 0)
         times[size] = timed(programs[size], own | functions, scale)
     yield _build_table(programs)
     yield _run_table(times)

@@ -173,7 +173,7 @@ def _cut_out(leaves: int, scale: Scale) -> Table:
     whole, x = net(leaves, 16), jnp.ones((8, 16))
     loss = jax.value_and_grad(lambda form, restructure, x: jnp.sum(restructure(form)(x) ** 2))
     functions = {_VECTOR: (loss, (*tp.ravel(whole), x)), _STACKS: (loss, (*tp.stack(whole), x))}
-    programs = built(functions, 0 if scale.is_smoke else 10)
+    programs = built(functions, 0 if scale.is_smoke else 6)
     times = timed(programs, functions, scale)
     builds, what = {name: each.build for name, each in programs.items()}, f"not scanned, {leaves} leaves:"
     targets = [
