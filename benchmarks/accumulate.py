@@ -51,7 +51,7 @@ def _in_pieces(leaves: int, examples: int, scale: Scale) -> Table:
         _TP: (tp.accumulate(_loss, pieces=_PIECES), (net, batch)),
         _TP_VECTOR: (tp.accumulate(lambda v, x: _loss(restructure(v), x), pieces=_PIECES), (vector, batch)),
     }
-    programs = built(functions, 0 if scale.is_smoke else 6)
+    programs = built(functions, 0 if scale.is_smoke else 20)
     _check_gradients({name: programs[name].call(*args) for name, (_, args) in functions.items()}, restructure)
     times = timed(programs, functions, scale)
     cells = [row for row in rows(programs.values(), times.values()) if row[0] != "operations"]
