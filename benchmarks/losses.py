@@ -23,7 +23,7 @@ import treeparams as tp
 from treeparams import sharding
 
 from ._harness import Scale, Table, Verdict
-from ._sharded import SLACK, Found, Makers, Step, at_most, measured, moves, over_devices, table
+from ._sharded import SLACK, Found, Makers, Step, at_most, measured, moves, table, use_several_devices
 from ._steps import RATE, updated
 from ._tpu import MISSING, TOPOLOGY, has_compiler, on_tpu
 
@@ -35,8 +35,10 @@ _ADAM = optax.adam(RATE)
 
 
 def run(scale: Scale) -> Iterator[Table]:
-    # A smoke test leaves out what takes the same steps as another table.
-    yield from over_devices([_of_losses] if scale.is_smoke else [_of_losses, _of_narrow_losses], scale)
+    use_several_devices(scale)
+    yield _of_losses(scale)
+    if not scale.is_smoke:  # which leaves out what takes the same steps as another table
+        yield _of_narrow_losses(scale)
 
 
 # -- The tables --------------------------------------------------------------------------------------------------------

@@ -17,16 +17,15 @@ tables. `tp.diff` compares two models that hold the same arrays, as after a chan
 
 import gc
 import importlib.util
+import multiprocessing
 import operator
 import os
 import pathlib
-import select
 import shutil
-import subprocess
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -241,44 +240,43 @@ def _table(title: str, found: Mapping[int, Mapping[str, float]], lines: Sequence
 
 # -- Bytes -------------------------------------------------------------------------------------------------------------
 
-_LOAD = "from benchmarks import saving; saving.load_on_demand({!r}, {!r}, {!r}, {!r})"
-
-
-def load_on_demand(name: str, path: str, leaves: int, total: int) -> None:
-    """Loads a file when told to, in a process whose memory is looked at; a small file first, which imports all."""
+def _load_on_demand(orders: Connection, name: str, path: str, leaves: int, total: int) -> None:
+    """Loads a file when told to; a small file first, which imports all."""
     with tempfile.TemporaryDirectory() as folder:
         small = os.path.join(folder, "small")
         _PEERS[name].save(small, _model(2, 1000))
         jax.block_until_ready(_PEERS[name].load(small, _shapes(2, 1000)))
     like = _shapes(leaves, total)
     gc.collect()
-    print("ready", flush=True)
-    input()
+    orders.send("ready")
+    orders.recv()
     loaded = jax.block_until_ready(_PEERS[name].load(path, like))
-    print("loaded", flush=True)
-    input()
+    orders.send("loaded")
+    orders.recv()
     del loaded
 
 
 def _memory(name: str, path: str, leaves: int, total: int) -> tuple[int, int]:
     """By how many bytes the anonymous memory of a process grows while a file is loaded, at most and at the end."""
-    command = [sys.executable, "-c", _LOAD.format(name, path, leaves, total)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        before = most = _anonymous(process.pid)
-        process.stdin.write("\n")
-        process.stdin.flush()
-        while not select.select([process.stdout], [], [], 0.5e-3)[0]:
-            most = max(most, _anonymous(process.pid))
-        assert process.stdout.readline() == "loaded\n"
-        after = _anonymous(process.pid)
-        process.stdin.write("\n")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_load_on_demand, args=(theirs, name, path, leaves, total))
+    process.start()
+    theirs.close()
+    assert ours.recv() == "ready"
+    before = most = _anonymous(process.pid)
+    ours.send("load")
+    while not ours.poll(0.5e-3):
+        most = max(most, _anonymous(process.pid))
+    assert ours.recv() == "loaded"
+    after = _anonymous(process.pid)
+    ours.send("end")
+    process.join()
     return max(most, after) - before, after - before
 
 
-def _anonymous(process: int) -> int:
+def _anonymous(process: int | None) -> int:
     status = pathlib.Path(f"/proc/{process}/status").read_text(encoding="ascii")
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 

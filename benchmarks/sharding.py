@@ -16,7 +16,7 @@ the call returns; a step ends when its loss is there. "Plan and init" is all tha
 `sharding.make_step` also a check of the rule, for which an update is compiled. What is ready within two seconds is made
 twice, and the faster counts.
 
-The 8 devices are those of `jax_num_cpu_devices`, in a process of their own. They share the cores and the memory of one
+The 8 devices are those of `jax_num_cpu_devices`. They share the cores and the memory of one
 machine, so that times tell of dispatch, copies and what is computed more than once, and not of networks.
 """
 
@@ -34,7 +34,7 @@ import treeparams as tp
 from treeparams import optim, sharding
 
 from ._harness import Scale, Table, Verdict
-from ._sharded import SLACK, Makers, Step, at_most, has, measured, moves, over_devices, table
+from ._sharded import SLACK, Makers, Step, at_most, has, measured, moves, table, use_several_devices
 from ._steps import RATE, mean_error, model, updated
 
 _BY_LEAF, _REPLICATED, _EACH_STEP = "leaf by leaf", "replicated", "stacked in each step"
@@ -47,8 +47,11 @@ _ADAM, _MUON = optax.adam(RATE), optax.contrib.muon(RATE)
 
 def run(scale: Scale) -> Iterator[Table]:
     # A smoke test leaves out what takes the same steps as another table.
-    of_small_leaves = [] if scale.is_smoke else [_of_small_leaves]
-    yield from over_devices([_of_large_leaves, _of_matrices, _of_what_is_split, *of_small_leaves], scale)
+    use_several_devices(scale)
+    for make in (_of_large_leaves, _of_matrices, _of_what_is_split):
+        yield make(scale)
+    if not scale.is_smoke:
+        yield _of_small_leaves(scale)
 
 
 # -- The tables --------------------------------------------------------------------------------------------------------

@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import AxisType
 
 import treeparams as tp
 from treeparams import optim, sharding
 
-LONG = pytest.mark.long
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
 

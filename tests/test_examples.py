@@ -20,9 +20,8 @@ from treeparams import matrices
 
 from .zoo import enable_x64
 
-pytest.importorskip("sklearn", reason="pip install -e '.[examples]'")
-pytest.importorskip("tqdm", reason="pip install -e '.[examples]'")
-pytest.importorskip("matplotlib", reason="pip install -e '.[examples]'")
+if any(importlib.util.find_spec(name) is None for name in ("sklearn", "tqdm", "matplotlib")):  # importing takes seconds
+    pytest.skip("pip install -e '.[examples]'", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

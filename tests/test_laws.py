@@ -13,7 +13,14 @@ from jax.flatten_util import ravel_pytree
 import treeparams as tp
 
 from . import zoo
-from .zoo import ZOO, assert_close, assert_same
+from .long import LONG
+from .zoo import STRUCTURE_ALONE, ZOO, assert_close, assert_same
+
+programs = pytest.mark.parametrize(
+    "specimen",
+    [pytest.param(each, marks=LONG if name in STRUCTURE_ALONE else (), id=name) for name, each in ZOO.items()],
+    indirect=True,
+)
 
 
 @pytest.fixture(params=ZOO.values(), ids=ZOO.keys())
@@ -150,6 +157,7 @@ def test_ravel_gradient_is_the_transpose_of_restructure(model, layout, form):
     np.testing.assert_allclose(got, want, tolerance, tolerance)
 
 
+@programs
 def test_the_gradient_in_a_form_is_the_gradient_in_that_form(model, layout):
     forms, (params, rest) = [tp.ravel(model, layout), tp.stack(model, layout)], tp.partition(model, layout)
     if not layout.slots:
@@ -274,6 +282,7 @@ def test_frozen_values_are_arguments_of_the_program():
 # -- 8. Inside is as outside, with the layout, the rest or the restructure ---------------------------------------------
 
 
+@programs
 def test_all_forms_in_transformations(model, layout):
     at_rest, ways = zip(*(form(model, layout) for form in (tp.ravel, tp.stack, tp.partition)), strict=True)
 
@@ -286,6 +295,7 @@ def test_all_forms_in_transformations(model, layout):
         np.testing.assert_allclose(got[:3], [got[3]] * 3, 1e-5, err_msg=name)
 
 
+@programs
 def test_a_layout_from_outside_is_the_way_through_plain_jit(specimen):
     model = specimen.make()
     model = jax.tree.map(lambda x: x if hasattr(x, "dtype") else None, model)  # what plain `jit` takes

@@ -96,6 +96,9 @@ ZOO = {
     "mlp": Specimen(lambda: eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0)), {"freeze": "layers.0"}),
 }
 
+# Only their tree is of another kind, and programs are those of other models.
+STRUCTURE_ALONE = ("bare array", "tuple with None", "plain dataclass", "named tuple")
+
 
 def inexact_leaves(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact)]

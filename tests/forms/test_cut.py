@@ -13,7 +13,7 @@ import pytest
 
 import treeparams as tp
 
-from ..nets import LONG
+from ..long import LONG, some
 from ..zoo import cost, flops
 
 SHAPES = ((2,), ()) * 16 + ((3, 1), (0,), (2, 0))  # some stand often enough to share a kernel, some once
@@ -44,6 +44,14 @@ DERIVATIVES = {
     "scan": lambda f: lambda v: jax.lax.scan(lambda v, _: (v - 0.1 * jax.grad(f)(v), f(v)), v, None, length=3),
     "jet": lambda f: lambda v: jax.experimental.jet.jet(f, (v,), ([jnp.ones_like(v), jnp.cos(v)],)),
 }
+# Over rows; others in each run go through the same rules.
+LONG_OF_ROWS = (
+    "forward over forward",
+    "forward over reverse",
+    "reverse over reverse",
+    "third order",
+    "vmap of hessian",
+)
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
@@ -157,7 +165,7 @@ def rows(count, *shape):
 CUT, JOIN = rows(COUNT, 1, 2)
 
 
-@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize("name", some(DERIVATIVES, LONG_OF_ROWS))
 def test_every_derivative_is_that_of_the_whole_stack(name):
     of = DERIVATIVES[name]
     cut = lambda stack: sum((i + 1) * jnp.sum(jnp.sin(row)) for i, row in enumerate(CUT(stack)))

@@ -17,7 +17,8 @@ from treeparams.optim._rule import Rule
 from treeparams.optim._state import ModelTransformation
 from treeparams.sharding import _placement
 
-from ..nets import AUTO, EXPLICIT, LONG, mesh_of
+from ..long import LONG
+from ..nets import AUTO, EXPLICIT, mesh_of
 from ..zoo import assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")

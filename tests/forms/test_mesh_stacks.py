@@ -8,7 +8,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import treeparams as tp
 
-from ..nets import LONG
+from ..long import LONG
 from ..zoo import ramp
 from .test_mesh import (
     AUTO,

@@ -11,6 +11,7 @@ import pytest
 
 import treeparams as tp
 
+from ..long import LONG
 from ..zoo import Pair, assert_close, assert_same, inexact_leaves, ramp
 
 FORMS = pytest.mark.parametrize("form", [tp.stack, tp.ravel], ids=["stacks", "vector"])
@@ -155,6 +156,12 @@ TWICE = (
     "slices of unlike sizes",
 )
 EAGERLY = ("modules", "keys", "all frozen", "tied across two", "mixed dtypes")  # and outside of `jit`
+# Named in other ways, or of other trees; and over a vector, what is a tie over stacks too.
+LONG_CASES = [
+    *[(tp.stack, name) for name in ("in a tuple", "by function", "of another order", "named tuples", "bare arrays")],
+    *[(tp.ravel, name) for name in ("all but one", "tied across all", "tied within", "transposed within")],
+    *[(tp.ravel, name) for name in ("trained in one alone", "several of a shape, one frozen")],
+]
 OVER_A_VECTOR = [name for name in CASES if {"tied", "slices", "transposed", "one", "mixed"} & set(name.split())]
 
 
@@ -199,7 +206,11 @@ def stacked(nodes):
 
 
 @pytest.mark.parametrize(
-    ("form", "name"), [(tp.stack, name) for name in CASES] + [(tp.ravel, name) for name in OVER_A_VECTOR]
+    ("form", "name"),
+    [
+        pytest.param(*case, marks=LONG if case in LONG_CASES else ())
+        for case in [*((tp.stack, name) for name in CASES), *((tp.ravel, name) for name in OVER_A_VECTOR)]
+    ],
 )
 def test_nodes_are_what_they_are_in_the_model_and_so_are_derivatives(form, name):
     make, where, options = CASES[name]

@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose
 
 import treeparams as tp
 
-from ..nets import LONG
+from ..long import some
 
 WIDTH = 4
 
@@ -69,12 +69,12 @@ def net(kinds):
     return Net(jax.random.normal(jax.random.key(1), (3, WIDTH)), layers, jnp.full(WIDTH, 0.1))
 
 
-NETS = {
-    "one kind": net([layer] * 6),
-    "one kind after another": net([layer] * 5 + [other] * 5),
-    "in turn": net([layer, other] * 4),
-    "numbers that differ": net([lambda key, i=i: layer(key, 1 / (2 + i)) for i in range(6)]),
-    "frozen layers": net([layer] * 8),
+NETS = {  # the kinds of their layers
+    "one kind": [layer] * 6,
+    "one kind after another": [layer] * 5 + [other] * 5,
+    "in turn": [layer, other] * 4,
+    "numbers that differ": [lambda key, i=i: layer(key, 1 / (2 + i)) for i in range(6)],
+    "frozen layers": [layer] * 8,
 }
 XS, KEYS = jnp.array([0, 2, 1, 0]), jax.random.split(jax.random.key(2), 4)
 
@@ -98,9 +98,9 @@ def close(found, expected):
 
 
 # Layers of one kind are among those of two kinds, and among those of which some are frozen.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if name == "one kind" else ()) for name in NETS])
+@pytest.mark.parametrize("name", some(NETS, ["one kind"]))
 def test_it_is_the_function_and_its_gradient(name):
-    stacks, loss = losses(NETS[name], "!layers.[0-2]" if name == "frozen layers" else None)
+    stacks, loss = losses(net(NETS[name]), "!layers.[0-2]" if name == "frozen layers" else None)
     args = stacks, XS, KEYS
     gradient = jax.jit(jax.value_and_grad(loss))
     close(jax.jit(jax.value_and_grad(tp.rolled(loss)))(*args), gradient(*args))

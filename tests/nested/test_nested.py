@@ -11,7 +11,8 @@ import pytest
 import treeparams as tp
 from treeparams import nested
 
-from ..zoo import ZOO, flops, loss, ramp
+from ..long import some
+from ..zoo import STRUCTURE_ALONE, ZOO, flops, loss, ramp
 
 REAL = {name: each for name, each in ZOO.items() if name != "complex"}
 ROUGH = {"bf16 with f32": 5e-2}  # gradients are in the leaves' own dtypes
@@ -22,7 +23,7 @@ def _close(got, want, name=""):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, tolerance, tolerance * np.abs(want).max(initial=1))
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", some(REAL, STRUCTURE_ALONE))
 def test_products_and_matrices_agree(name):
     """With a tangent in the form of the vector, or of the tree, whose form the product has."""
     model = REAL[name].make()

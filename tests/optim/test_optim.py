@@ -13,7 +13,8 @@ import treeparams as tp
 from treeparams import optim
 
 from .. import zoo
-from ..zoo import ZOO, Specimen, assert_close, assert_same
+from ..long import some
+from ..zoo import STRUCTURE_ALONE, ZOO, Specimen, assert_close, assert_same
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), MOMENTUM)
@@ -64,7 +65,7 @@ EAGERLY = (
 )
 
 
-@pytest.mark.parametrize("name", trained)
+@pytest.mark.parametrize("name", some(trained, STRUCTURE_ALONE))
 def test_equals_optax_on_the_canonical_tree_in_each_form_and_eagerly(name):
     specimen = trained[name]
     model = specimen.make()

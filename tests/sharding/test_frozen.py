@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, PartitionSpec as P
 import treeparams as tp
 from treeparams import sharding
 
-from ..nets import EXPLICIT, LONG, mesh_of, two_axes
+from ..long import some
+from ..nets import EXPLICIT, mesh_of, two_axes
 from ..zoo import enable_x64, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -126,10 +127,10 @@ def places(tree):
 
 
 # What these say of numbers, others say too: of stacks, of split parameters, of two axes.
-LONG_CASES = ("vector, whole but one", "stacks", "parameters", "two axes")
+LONG_CASES = ("vector, whole but one", "stacks", "parameters", "parameters, by layer", "two axes")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if name in LONG_CASES else ()) for name in CASES])
+@pytest.mark.parametrize("name", some(CASES, LONG_CASES))
 def test_numbers_are_those_of_one_device(name):
     with enable_x64(True):
         plan, model, init, step = started(name)

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import optim, sharding
 
-from ..nets import AUTO, EXPLICIT, LONG, mesh_of, two_axes
+from ..long import LONG, some
+from ..nets import AUTO, EXPLICIT, mesh_of, two_axes
 from ..zoo import enable_x64
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -135,7 +136,7 @@ if hasattr(jax, "shard_map"):  # XLA's partitioner of JAX 0.6 moves leaves of on
 LONG_CASES = ("owned, parameters, 1 device", "whole, parameters")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if name in LONG_CASES else ()) for name in CASES])
+@pytest.mark.parametrize("name", some(CASES, LONG_CASES))
 def test_layers_in_a_scan_are_those_of_one_device(name):
     rules, mesh, split, axes, options = CASES[name]
     microbatches = 2 if "pieces" in name else 1
