@@ -1,0 +1,13 @@
+"""Cases that are left to `--long`, of laws of which other cases are in each run."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+LONG = pytest.mark.long
+
+
+def some(cases: Iterable[Any], long: Collection[Any]) -> list[Any]:
+    """These cases, of which some are left to `--long`."""
+    return [pytest.param(case, marks=LONG if case in long else ()) for case in cases]
