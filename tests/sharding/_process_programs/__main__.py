@@ -251,6 +251,8 @@ def end(program):
 
 if __name__ == "__main__":
     program, address, processes, process, folder = sys.argv[1:]
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(os.cpu_count()))  # not the one core of who has started it
     patience = {"patience": 2} if program == "leaves" else {}
     sharding.initialize(address, int(processes), int(process), heartbeat=5, **patience)
     programs = {"saves": saves, "restores": restores, "waits": waits, "leaves": leaves}
