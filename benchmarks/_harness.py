@@ -36,7 +36,7 @@ class Scale(NamedTuple):
     is_smoke: bool = False
 
 
-FULL = Scale((10, 100, 1000, 5000), seconds=1.5, rounds=5, patience=30)
+FULL = Scale((10, 100, 1000, 5000), seconds=1.2, rounds=5, patience=30)
 SMOKE = Scale((10, 20), seconds=0.02, rounds=2, patience=10, is_smoke=True)
 _MOST_ROUNDS = 300
 

@@ -240,6 +240,7 @@ def _table(title: str, found: Mapping[int, Mapping[str, float]], lines: Sequence
 
 # -- Bytes -------------------------------------------------------------------------------------------------------------
 
+
 def _load_on_demand(orders: Connection, name: str, path: str, leaves: int, total: int) -> None:
     """Loads a file when told to; a small file first, which imports all."""
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ import pickle
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -47,7 +47,9 @@ def run(scale: Scale) -> Iterator[Table]:
     for dtype in (jnp.float32, jnp.bfloat16):
         name = jnp.dtype(dtype).name
         for verb, make in (("Send", _sends), ("Receive", _receives)):
-            cases = lambda leaves, make=make, dtype=dtype: _in_rounds(make(_model(leaves, elements, dtype)), scale)
+            cases = lambda leaves, make=make, dtype=dtype: _in_rounds(
+                make(_model(leaves, elements, dtype)), scale, _CLAIMED if leaves == sizes[-1] else ()
+            )
             found = sweep(cases, scale)
             targets = [
                 found.ratio_target(_VECTOR, _COPY, _SLACK[name], sizes=(sizes[1],)),
@@ -58,10 +60,10 @@ def run(scale: Scale) -> Iterator[Table]:
     yield _encodings(10_000 if scale.is_smoke else 4_000_000, scale)
 
 
-def _in_rounds(calls: Mapping[str, Callable[[], Any]], scale: Scale) -> dict[str, Case]:
+def _in_rounds(calls: Mapping[str, Callable[[], Any]], scale: Scale, claimed: Collection[str]) -> dict[str, Case]:
     """All that is claimed of in all rounds, the others in fewer."""
     fewer = scale.rounds // _CLAIMED_ROUNDS
-    return {name: Case(call, rounds=scale.rounds if name in _CLAIMED else fewer) for name, call in calls.items()}
+    return {name: Case(call, rounds=scale.rounds if name in claimed else fewer) for name, call in calls.items()}
 
 
 def _model(leaves: int, elements: int, dtype: Any) -> list[jax.Array]:
