@@ -43,11 +43,12 @@ def _updates(rule: str, sizes: tuple[int, int], scale: Scale) -> Iterator[Table]
     target = at_most(1 / 10, f"{what} build", builds, _STACKS, _JAX)
     yield found.firsts(f"{rule}: trace, lower, compile", [target], found.names)
     if rule == "Muon":
-        pairs = {_STACKS: (1.5, _AT_ONCE), _ROW_BY_ROW: (1.25, _ONE_BY_ONE)}
+        pairs = {_STACKS: (1.6, _AT_ONCE), _ROW_BY_ROW: (1.3, _ONE_BY_ONE)}
         targets = [at_most(limit, f"{what} run time", steps, name, of) for name, (limit, of) in pairs.items()]
         targets.append(at_most(0.75, f"{what} run time", steps, _ROW_BY_ROW, _JAX))
     else:
-        targets = [at_most(1 / 2, f"{what} run time", steps, name, _JAX) for name in (_STACKS, _ROW_BY_ROW)]
+        limits = {_STACKS: 1 / 2.5, _ROW_BY_ROW: 1 / 1.8}
+        targets = [at_most(limit, f"{what} run time", steps, name, _JAX) for name, limit in limits.items()]
     targets.append(at_most(1, f"{what} run time", steps, _STACKS, _STACKED))
     yield found.table(f"{rule}: run time", targets)
 

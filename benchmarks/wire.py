@@ -5,8 +5,8 @@ are of random numbers in leaves of one size, 64 MB of float32 or 32 MB of bfloat
 copy of the same bytes - to `bytes`, or to an array of NumPy - and one pass of `zlib.crc32` over them, which no other
 column has but those of treeparams. As a vector, parameters come as one array. As a tree they come as arrays of JAX,
 each of which takes it as long to make as a copy of some 100 kB. `safetensors.flax.load` does not know bfloat16. Each
-parameter costs some 2 us whatever its size, so at half the bytes, and half the time of the yardstick, twice its time is
-allowed.
+parameter costs some 2 us whatever its size. Where memory is fast, and the copy takes 27 ms, that is a third of it to
+receive 4000. At half the bytes, and half the time of the yardstick, twice its time is allowed.
 
 Changes are of a network of 1,000 by 1,000 weights in each of three layers, trained by Adam in float32 and sent in
 bfloat16 after each step. Other encodings of which elements have changed stand beside that of treeparams: a bit for each
@@ -36,8 +36,8 @@ from ._harness import Case, Scale, Table, Verdict, as_ratios, in_time, sweep
 _COPY, _PICKLE, _APART, _SAFETENSORS = "copy and CRC-32", "pickle", "an array each", "safetensors"
 _TREE, _VECTOR = "treeparams, tree", "treeparams, vector"
 _CLAIMED, _CLAIMED_ROUNDS = (_COPY, _PICKLE, _VECTOR), 3
-_SLACK = {"float32": 1.2, "bfloat16": 2}
-_OF_PICKLE = {"Send": 1 / 1.5, "Receive": 1 / 8}
+_SLACK = {"float32": {"Send": 1.2, "Receive": 1.45}, "bfloat16": {"Send": 2, "Receive": 2}}
+_OF_PICKLE = {"Send": 1 / 1.5, "Receive": 1 / 5.5}
 
 
 def run(scale: Scale) -> Iterator[Table]:
@@ -52,7 +52,7 @@ def run(scale: Scale) -> Iterator[Table]:
             )
             found = sweep(cases, scale)
             targets = [
-                found.ratio_target(_VECTOR, _COPY, _SLACK[name], sizes=(sizes[1],)),
+                found.ratio_target(_VECTOR, _COPY, _SLACK[name][verb], sizes=(sizes[1],)),
                 found.ratio_target(_VECTOR, _PICKLE, _OF_PICKLE[verb], sizes=sizes[-1:]),
             ]
             yield found.table(f"{verb} {name}", targets)
