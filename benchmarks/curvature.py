@@ -25,7 +25,7 @@ from ._programs import Function, build, built, rows, timed
 _TP, _HAND, _OPTAX = "nested.hvp", "by hand", "optax.second_order"
 _GRADIENT, _FRESH, _OPERATOR = "gradient", "fresh products", "one operator"
 # An application repeats all but the first pass forwards: of a net, four fifths of the operations. It reads what the
-# first pass has kept, which in a net of 64 with gelu takes as long as what it saves: 0.88 to 1.0 of a fresh product.
+# first pass has kept, which in a net of 64 with gelu takes as long as what it saves: 0.9 to 1.02 of a fresh product.
 _SLACK = 1.25
 
 
