@@ -13,19 +13,15 @@ from jax.flatten_util import ravel_pytree
 import treeparams as tp
 
 from . import zoo
-from .long import LONG
+from .long import some
 from .zoo import STRUCTURE_ALONE, ZOO, assert_close, assert_same
 
-programs = pytest.mark.parametrize(
-    "specimen",
-    [pytest.param(each, marks=LONG if name in STRUCTURE_ALONE else (), id=name) for name, each in ZOO.items()],
-    indirect=True,
-)
+programs = pytest.mark.parametrize("specimen", some(ZOO, STRUCTURE_ALONE), indirect=True)
 
 
-@pytest.fixture(params=ZOO.values(), ids=ZOO.keys())
+@pytest.fixture(params=ZOO)
 def specimen(request):
-    return request.param
+    return ZOO[request.param]
 
 
 @pytest.fixture

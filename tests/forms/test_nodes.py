@@ -11,7 +11,7 @@ import pytest
 
 import treeparams as tp
 
-from ..long import LONG
+from ..long import some
 from ..zoo import Pair, assert_close, assert_same, inexact_leaves, ramp
 
 FORMS = pytest.mark.parametrize("form", [tp.stack, tp.ravel], ids=["stacks", "vector"])
@@ -207,10 +207,7 @@ def stacked(nodes):
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [
-        pytest.param(*case, marks=LONG if case in LONG_CASES else ())
-        for case in [*((tp.stack, name) for name in CASES), *((tp.ravel, name) for name in OVER_A_VECTOR)]
-    ],
+    some([*((tp.stack, name) for name in CASES), *((tp.ravel, name) for name in OVER_A_VECTOR)], LONG_CASES),
 )
 def test_nodes_are_what_they_are_in_the_model_and_so_are_derivatives(form, name):
     make, where, options = CASES[name]

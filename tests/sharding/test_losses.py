@@ -296,6 +296,7 @@ def test_narrow_dtypes_move_less(tmp_path, form, options, moved):
         ("mean", "parameters"),
         ("masked", "gradients"),
         ("in two parts", "parameters"),
+        *[pytest.param(*each, marks=LONG) for each in (("mean", "gradients"), ("masked", "parameters"))],
         pytest.param("in two parts", "gradients", marks=LONG),
     ],
 )
@@ -374,6 +375,9 @@ def with_aux(f):
         (mean, {"loss_is": "mean"}, AUTO, 2),
         (masked, {}, EXPLICIT, 1),
         (pair, {}, EXPLICIT, 2),
+        pytest.param(mean, {"loss_is": "mean"}, AUTO, 1, marks=LONG),
+        pytest.param(mean, {"loss_is": "mean"}, EXPLICIT, 2, marks=LONG),
+        pytest.param(masked, {}, AUTO, 1, marks=LONG),
         pytest.param(pair, {}, AUTO, 1, marks=LONG),
     ],
 )
