@@ -1,26 +1,13 @@
 """Finds the parameters that a training step can change, from its program and without running it."""
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, cast
+from typing import Any, NamedTuple, ParamSpec, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ._programs import (
-    Marks,
-    Run,
-    carry,
-    is_floating,
-    is_followed,
-    makes_zeros,
-    numbers_in,
-    scan_carries,
-    through,
-    traced,
-)
+from ._programs import Kind, Marks, is_floating, kind_of, makes_zeros, numbers_in, traced
 from ._reached import reached
 from ._slots.index import Index
 from ._slots.layout import Layout, index_of, noted, trained_at
@@ -35,10 +22,6 @@ from ._tree.text import describe, first_lines
 from ._tree.types import PyTree, TreeDef
 
 P = ParamSpec("P")
-
-# A mark is a set, in bits, of what a value may be: zeros, finite numbers other than zero, anything, or an array of the
-# model as it was given, with a bit for each from `_FIRST` on. Where it has one bit, the value is that.
-_ZERO, _FINITE, _ANY, _FIRST = 1, 2, 4, 8
 
 
 def moved(
@@ -127,7 +110,7 @@ def _notes(index: Index, moves: set[int], hit: set[int]) -> list[str]:
     return first_lines(rows, 40).splitlines()
 
 
-def _changed(after: Callable[..., list[Any]], index: Index, model: PyTree, rest: tuple[PyTree, PyTree]) -> list[int]:
+def _changed(step: Callable[..., list[Any]], index: Index, model: PyTree, rest: tuple[PyTree, PyTree]) -> list[int]:
     """Returns the leaves of the parameters that the new model may not hold unchanged."""
     # Two trees, since a state may hold arrays of the model that it was made from, and changes without them.
     halves = as_rest(model), as_rest(rest)
@@ -135,19 +118,20 @@ def _changed(after: Callable[..., list[Any]], index: Index, model: PyTree, rest:
     def of_arrays(*arrays: Sequence[Any]) -> list[Any]:
         keep_apart([each for its in arrays for each in its])
         model, rest = (put_together(with_kept_arrays(half, its), ()) for half, its in zip(halves, arrays, strict=True))
-        return after(model, *rest)
+        return step(model, *rest)
 
     arrays = [arrays_in(half) for half in halves]
     program = traced(of_arrays, *arrays)
     # The arrays of a tie are one, also where they came apart on the way here.
     tied = {each.leaf: each.source for each in index.ties if not each.transforms}
-    own = {i: _FIRST << tied.get(i, i) for i in index.structure.parameters}
-    dtypes = {mark: index.structure.spec(i).dtype for i, mark in own.items()}
+    structure = index.structure
+    own = {i: frozenset({_Given(tied.get(i, i), structure.spec(i).dtype)}) for i in structure.parameters}
     order = index_in(halves[0]).gathers.order
     given = {order[i]: mark for i, mark in own.items()}
     marks = [given.get(k, _ANY) for k in range(len(arrays[0]))] + [_ANY] * len(arrays[1])
-    found = zip(own.items(), carry(program, marks, _Same(dtypes), _mark_of), program.out_avals, strict=True)
-    return [i for (i, mark), new, aval in found if new != mark or getattr(aval, "dtype", None) != dtypes[mark]]
+    after = zip(own, _Same().follow(program, marks), program.out_avals, strict=True)
+    dtypes = {i: structure.spec(i).dtype for i in own}
+    return [i for i, new, aval in after if new != own[i] or getattr(aval, "dtype", None) != dtypes[i]]
 
 
 def _parameters_in(out: object, treedef: TreeDef, structure: Structure) -> list[Any]:
@@ -177,104 +161,107 @@ def _parameters(tree: PyTree, treedef: TreeDef, structure: Structure) -> list[An
     return found if [getattr(leaf, "shape", None) for leaf in found] == shapes else None
 
 
-# -- What passes through one operation ---------------------------------------------------------------------------------
+# -- What a value may be -----------------------------------------------------------------------------------------------
 
 
-def _mark_of(constant: Any) -> int:
-    numbers = numbers_in(constant)
-    if numbers is None or not np.isfinite(numbers).all():
+class _Given(NamedTuple):
+    """An array of the model as it was given."""
+
+    leaf: int
+    dtype: Any
+
+
+class _Row(NamedTuple):
+    """What a scan takes of such an array, in the round that takes it."""
+
+    of: "_Given | _Row"
+    scan: int  # the id of the operation
+
+    @property
+    def dtype(self) -> Any:
+        return self.of.dtype
+
+
+# A mark is the set of what a value may be: zeros, finite numbers without zeros, anything, an array of the model, a row.
+_ZERO, _FINITE, _ANY = (frozenset({each}) for each in ("zero", "finite", "any"))
+_NUMBERS = _ZERO | _FINITE
+Mark = frozenset[Any]
+
+
+class _Same(Marks):
+    """Carries what values may be."""
+
+    nothing: Mark = frozenset()
+
+    def of_constant(self, value: Any) -> Mark:
+        numbers = numbers_in(value)
+        if numbers is None or not np.isfinite(numbers).all():
+            return _ANY
+        has = bool(numbers.any()), numbers.size == 0 or not numbers.all()
+        return (_FINITE if has[0] else self.nothing) | (_ZERO if has[1] else self.nothing)
+
+    def opaque(self, marks: Sequence[Mark]) -> Mark:
         return _ANY
-    return _ZERO * (numbers.size == 0 or not numbers.all()) | _FINITE * bool(numbers.any())
 
+    def parts(self, marks: Sequence[Mark]) -> Mark:
+        every = super().parts(marks)
+        return every if every <= _NUMBERS else _ANY
 
-# Their results are their operands, in other memory or on other devices at most.
-_KEEPS = frozenset({"copy", "copy_p", "device_put", "layout_constraint", "mesh_cast", "name", "optimization_barrier"})
-_KEEPS |= {"pbroadcast", "pvary", "reshard", "sharding_constraint", "stop_gradient"}
-# Their results have the elements of their operand.
-_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
-# They may give other numbers than their operands have: an index beyond the end, a maximum of nothing.
-_MAY_FILL = frozenset({"gather", "reduce_max", "reduce_min"})
+    def chooses(self, mark: Mark) -> Mark:
+        return self.nothing  # which branch is taken does not matter where all give the same
 
+    def operation(self, eqn: JaxprEqn, its: list[Mark]) -> Sequence[Mark]:
+        return its if Kind.SAME in kind_of(eqn) else [self._result(eqn, its)] * len(eqn.outvars)
 
-class _Same:
-    """Computes the set of possible results of one operation; alternatives are joined."""
-
-    def __init__(self, dtypes: dict[int, Any]) -> None:
-        self._dtypes = dtypes  # of each array of the model, by its mark
-
-    def __call__(self, eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-        name = eqn.primitive.name
-        if name == "scan":
-            return _through_scan(eqn, marks, run)
-        if name == "shard_map":
-            return _through_shard_map(eqn, marks, run)
-        if name == "cond":  # which branch is taken does not matter where all give the same
-            marks = [0, *marks[1:]]
-        if name == "while":  # nor does it how often the body runs
-            run = functools.partial(_of_body, eqn.params["cond_jaxpr"], run)
-        if is_followed(eqn):
-            return through(eqn, marks, run)
-        return marks if name in _KEEPS else [self._result(eqn, marks)] * len(eqn.outvars)
-
-    def _result(self, eqn: JaxprEqn, marks: Marks) -> int:
-        name = eqn.primitive.name
+    def _result(self, eqn: JaxprEqn, its: list[Mark]) -> Mark:
+        name, kind = eqn.primitive.name, kind_of(eqn)
         if name == "select_n":
-            return functools.reduce(operator.or_, marks[1:])
-        if name in ("add", "add_any", "sub") and marks[1] == _ZERO:
-            return marks[0]
-        if name in ("add", "add_any") and marks[0] == _ZERO:
-            return marks[1]
-        if name == "convert_element_type" and marks[0] != _ZERO:
-            return self._converted(eqn, marks[0])
-        if name in _MOVES and _is_known(marks[0]):
-            return marks[0]
-        return _ZERO if _is_zero(eqn, marks) else _ANY
+            return frozenset().union(*its[1:])
+        if name in ("add", "add_any", "sub") and its[1] == _ZERO:
+            return its[0]
+        if name in ("add", "add_any") and its[0] == _ZERO:
+            return its[1]
+        if name == "convert_element_type" and its[0] != _ZERO:
+            return _converted(eqn, its[0])
+        if Kind.MOVES in kind and Kind.FILLS not in kind and its[0] <= _NUMBERS:
+            return its[0]
+        if name == "div":
+            return _ZERO if its == [_ZERO, _FINITE] else _ANY
+        finite = [mark <= _NUMBERS or not is_floating(atom.aval) for atom, mark in zip(eqn.invars, its, strict=True)]
+        zeros = Kind.FILLS not in kind and all(finite) and makes_zeros(eqn, [mark == _ZERO for mark in its])
+        return _ZERO if zeros else _ANY
 
-    def _converted(self, eqn: JaxprEqn, mark: int) -> int:
-        """Returns the mark after a cast: widening keeps the mark, and integers and bools become finite numbers."""
-        aval: Any = eqn.invars[0].aval
-        have, want = self._dtypes.get(mark, aval.dtype), eqn.params["new_dtype"]
-        if is_inexact(want) and not is_inexact(have):
-            return _ZERO | _FINITE if have == np.bool_ or jnp.iinfo(have).max <= float(jnp.finfo(want).max) else _ANY
-        return mark if have == want or np.can_cast(have, want, "safe") else _ANY
+    def row(self, eqn: JaxprEqn, mark: Mark) -> Mark:
+        return frozenset(each if {each} <= _NUMBERS | _ANY else _Row(each, id(eqn)) for each in mark)
 
+    def rows(self, eqn: JaxprEqn, mark: Mark) -> Mark:
+        # What the rounds give back is put together to the array that was scanned over, if each gives back its own row.
+        (first, *others) = mark or _ANY
+        if isinstance(first, _Row) and not others and first.scan == id(eqn):
+            return frozenset({first.of})
+        return self.parts([mark])
 
-def _is_zero(eqn: JaxprEqn, marks: Marks) -> bool:
-    """Returns whether the result is zeros; zero times infinity is not."""
-    name = eqn.primitive.name
-    if name == "div":
-        return marks == [_ZERO, _FINITE]
-    finite = [_is_known(mark) or not is_floating(atom.aval) for atom, mark in zip(eqn.invars, marks, strict=True)]
-    return name not in _MAY_FILL and all(finite) and makes_zeros(name, [mark == _ZERO for mark in marks])
+    def later(self, eqn: JaxprEqn, mark: Mark) -> Mark:
+        return frozenset("any" if isinstance(each, _Row) and each.scan == id(eqn) else each for each in mark)
 
-
-def _is_known(mark: int) -> bool:
-    """Returns whether a value consists of zeros and finite numbers written in the program."""
-    return not mark & ~(_ZERO | _FINITE)
-
-
-def _through_scan(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-    # A slice is another value than its array, so it has a mark of its own, above all others. What the body gives back
-    # in each round is put together to the array that was scanned over.
-    start, end = scan_carries(eqn)
-    free = max(map(int.bit_length, marks), default=0)
-    slices = {1 << free + k: mark for k, mark in enumerate(marks[end:]) if mark >= _FIRST}
-    own = [1 << free + k if mark >= _FIRST else mark for k, mark in enumerate(marks[end:])]
-    found = through(eqn, [*marks[:end], *own], run)
-    stacked = [slices.get(mark, mark if _is_known(mark) else _ANY) for mark in found[end - start :]]
-    return [*found[: end - start], *stacked]
+    def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+        found = super().step(eqn, its)
+        if eqn.primitive.name != "shard_map":
+            return found
+        # An array that is put together in another way than it was divided is another array.
+        ins, outs = eqn.params["in_specs"], eqn.params["out_specs"]
+        pairs = [(mark, way) for mark, way in zip(its, ins, strict=True) if isinstance(mark, frozenset)]
+        return [
+            new if new <= _NUMBERS or all(own == way for mark, own in pairs if mark & new) else _ANY
+            for new, way in zip(found, outs, strict=True)
+        ]
 
 
-def _through_shard_map(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-    # An array that is put together in another way than it was divided is another array.
-    kind = "specs" if "in_specs" in eqn.params else "names"  # before JAX 0.7
-    ins, outs = eqn.params[f"in_{kind}"], eqn.params[f"out_{kind}"]
-    found = through(eqn, marks, run)
-    return [
-        mark if all(own == way for own, each in zip(ins, marks, strict=True) if each & mark >= _FIRST) else _ANY
-        for mark, way in zip(found, outs, strict=True)
-    ]
-
-
-def _of_body(condition: Any, run: Run, program: Any, marks: Sequence[int]) -> Marks:
-    return [0] if program is condition else run(program, marks)
+def _converted(eqn: JaxprEqn, mark: Mark) -> Mark:
+    """Returns the mark after a cast: widening keeps the mark, and integers and bools become finite numbers."""
+    aval: Any = eqn.invars[0].aval
+    own, want = aval.dtype, eqn.params["new_dtype"]
+    if is_inexact(want) and not is_inexact(own):
+        return _NUMBERS if own == np.bool_ or jnp.iinfo(own).max <= float(jnp.finfo(want).max) else _ANY
+    have = {getattr(each, "dtype", own) for each in mark}
+    return mark if all(each == want or np.can_cast(each, want, "safe") for each in have) else _ANY

@@ -1,14 +1,19 @@
-"""Programs as JAX traces them: their operations, and the inputs that their results depend on.
+"""Reads programs as JAX traces them: one table of operations, and one walk along a program.
 
-Dependence is tracked by marks, the bits of an integer, which are carried from the inputs of a program to its results.
-The result of an operation has the marks of all its operands; loops are repeated until no new marks appear. The error is
-one-sided: a result may depend on less than its marks say, never on more.
+A walk goes along the operations of a program and keeps a value for each variable. What a value is, a *domain* says: a
+subclass of `Walk`. `tp.reached` and `tp.moved` carry marks of parameters, a check of optimisers carries formulas of
+elements, `nested.laplacian` carries derivatives. The walk itself knows how operations call programs. It reads a *hi
+primitive* in the program that JAX lowers it to.
+
+An operation that is not in the table is *opaque*: nothing is known of it. That is the safe answer in every domain. A
+parameter that goes into an opaque operation is reached, and has moved; elements have no formula; there is no loop.
 """
 
+import enum
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -19,130 +24,416 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ._tree.dtypes import is_inexact
 
-Marks = list[int]
-Run = Callable[[ClosedJaxpr | Jaxpr, Sequence[int]], Marks]
-"""Maps a program inside an operation, and the marks of its arguments, to the marks of its results."""
-Constant = Callable[[Any], int]
-"""Maps the value of a constant, or `None` if it is not available, to its mark."""
+V = TypeVar("V")
 
-# Each result is of the operand at its own position.
-_PAIRED = {"device_put", "optimization_barrier"}
 
-# Operations that call one program with their own operands. Others hold a program too, such as reductions, but not how
-# it is called: their results get the marks of all operands.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map"} | {
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "custom_vmap_call",
+# -- The table ---------------------------------------------------------------------------------------------------------
+
+
+class Kind(enum.Flag):
+    """What is known of an operation. An operation of no kind is opaque."""
+
+    SAME = enum.auto()  # its results are its operands, in their order
+    MOVES = enum.auto()  # its results consist of elements of its first operand
+    EACH = enum.auto()  # each element of the result is computed from the elements at its place
+    SMOOTH = enum.auto()  # as EACH, and the function has derivatives
+    TOTAL = enum.auto()  # reduces over some axes by an operation on two numbers
+    LINEAR = enum.auto()  # linear over the reals in all floating operands together
+    PIECEWISE = enum.auto()  # made of linear pieces, for real operands
+    PRODUCT = enum.auto()  # linear in each of two operands
+    ZERO = enum.auto()  # makes zeros of zeros
+    FLAT = enum.auto()  # its derivative is zero everywhere
+    FILLS = enum.auto()  # may give a number that no operand has: for an index behind the end, the maximum of nothing
+    WHOLE = enum.auto()  # a function of its operands of which nothing more is known
+    DRAWS = enum.auto()  # draws random numbers
+    REF = enum.auto()  # makes, reads or writes a ref
+    CALLS = enum.auto()  # runs the program in its parameters on its own operands
+    RULE = enum.auto()  # has a rule for its derivative
+    BACKWARD = enum.auto()  # and that rule is for cotangents alone
+
+
+_TABLE = {
+    Kind.SAME: "copy copy_p device_put layout_constraint mesh_cast name optimization_barrier pbroadcast pvary reshard "
+    "sharding_constraint",
+    Kind.SAME | Kind.FLAT: "stop_gradient",
+    Kind.MOVES: "broadcast_in_dim cut dynamic_slice expand_dims reshape rev slice split squeeze tile transpose unstack",
+    Kind.MOVES | Kind.FILLS: "gather",
+    Kind.LINEAR | Kind.ZERO: "concatenate cumsum dynamic_update_slice join pad psum psum_invariant scatter-add stack",
+    Kind.LINEAR: "fft reduce_window_sum scatter",
+    Kind.TOTAL | Kind.LINEAR | Kind.ZERO: "reduce_sum",
+    Kind.TOTAL | Kind.PIECEWISE | Kind.ZERO | Kind.FILLS: "reduce_max reduce_min",
+    Kind.TOTAL: "reduce_and reduce_or",
+    Kind.EACH | Kind.LINEAR | Kind.ZERO: "add add_any conj convert_element_type imag neg real select_n sub",
+    Kind.EACH | Kind.LINEAR: "complex reduce_precision",
+    Kind.EACH | Kind.PIECEWISE | Kind.ZERO: "abs max min",
+    Kind.EACH | Kind.PIECEWISE: "clamp",
+    Kind.EACH | Kind.PRODUCT: "and mul",
+    Kind.PRODUCT | Kind.WHOLE: "conv_general_dilated dot_general",
+    Kind.EACH | Kind.SMOOTH | Kind.ZERO: "sqrt square",
+    Kind.EACH | Kind.SMOOTH: "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp "
+    "exp2 expm1 integer_pow lgamma log log1p log2 logistic one_minus_square pow rsqrt sin sinh tan tanh",
+    Kind.EACH | Kind.FLAT | Kind.ZERO: "sign",
+    Kind.EACH | Kind.FLAT: "ceil floor round",
+    Kind.EACH: "alike bessel_i0e bessel_i1e bitcast_convert_type clz eq eq_to ge gt igamma igamma_grad_a igammac is_finite le le_to lt lt_to "
+    "mulhi ne nextafter not or polygamma population_count regularized_incomplete_beta rem shift_left "
+    "shift_right_arithmetic shift_right_logical xor zeta",
+    Kind.PIECEWISE | Kind.WHOLE: "sort",
+    Kind.WHOLE: "approx_top_k argmax argmin cholesky cholesky_update clamp_p cumlogsumexp cummax "
+    "cummin cumprod eig eigh eigvalsh geqrf geqp3 householder_product iota lu lu_pivots_to_permutation ormqr qr "
+    "ragged_dot ragged_dot_general random_clone random_seed random_unwrap random_wrap reduce reduce_precision_p "
+    "reduce_prod reduce_window reduce_window_max reduce_window_min reduce_xor scatter-max scatter-min scatter-mul "
+    "scatter-sub scatter_max scatter_min scatter_mul schur select_and_gather_add select_and_scatter "
+    "select_and_scatter_add svd symmetric_product top_k triangular_solve tridiagonal tridiagonal_solve",
+    Kind.DRAWS | Kind.WHOLE: "random_bits random_fold_in random_gamma random_split rng_bit_generator rng_uniform "
+    "threefry2x32",
+    Kind.REF: "addupdate freeze get new_ref swap",
+    Kind.CALLS: "checkpoint closed_call core_call custom_vmap_call eval_jaxpr jit remat remat2 shard_map",
+    Kind.CALLS | Kind.RULE: "custom_jvp_call",
+    Kind.CALLS | Kind.RULE | Kind.BACKWARD: "custom_vjp_call custom_vjp_call_jaxpr",
+    Kind.RULE: "CustomJVPTraced",  # names of hi primitives begin with a capital
+    Kind.RULE | Kind.BACKWARD: "CustomVJPTraced",
+}
+_KINDS = {name: kind for kind, names in _TABLE.items() for name in names.split()}
+
+# Of these operations other operands say where the values go.
+_VALUES = {
+    "dynamic_update_slice": slice(2),
+    "scatter": slice(0, 3, 2),
+    "scatter-add": slice(0, 3, 2),
+    "select_n": slice(1, None),
 }
 
 
-def through(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-    """Returns the marks of an operation's results from the marks of its operands."""
-    name = eqn.primitive.name
-    if name in _LOOPS:
-        return _LOOPS[name](eqn, marks, run)
-    program = called(eqn)
-    if program is not None:
-        return run(program, marks)
-    if name in _PAIRED:
-        return marks
-    return [functools.reduce(operator.or_, marks, 0)] * len(eqn.outvars)
+def name_of(eqn: JaxprEqn) -> str:
+    """Returns the name of an operation."""
+    return type(eqn.params["_prim"]).__name__ if is_high(eqn) else eqn.primitive.name
 
 
-def is_followed(eqn: JaxprEqn) -> bool:
-    """Returns whether marks are carried through the programs inside an operation."""
-    return eqn.primitive.name in _LOOPS or called(eqn) is not None
+def kind_of(eqn: JaxprEqn) -> Kind:
+    """Returns what is known of an operation."""
+    return _KINDS.get(name_of(eqn), Kind(0))
 
 
-def _through_cond(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-    # Each result may be of any branch, and depends on the index that chooses.
-    branches = [run(branch, marks[1:]) for branch in eqn.params["branches"]]
-    return [functools.reduce(operator.or_, each, marks[0]) for each in zip(*branches, strict=True)]
+def is_high(eqn: JaxprEqn) -> bool:
+    """Returns whether an operation is one of those that JAX lowers to others (`jax.experimental.hijax`)."""
+    return eqn.primitive.name == "call_hi_primitive"
 
 
-def _through_scan(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-    # Its operands are constants, carries and arrays that are scanned over; its results carries and arrays.
-    start, end = scan_carries(eqn)
-
-    def once(carried: Marks) -> Marks:
-        return run(eqn.params["jaxpr"], [*marks[:start], *carried, *marks[end:]])
-
-    carried = until_steady(once, marks[start:end])
-    return [*carried, *once(carried)[end - start :]]
-
-
-def _through_while(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-    # Its operands are constants of the condition, of the body, and carries. How often the body runs is up to the
-    # condition, so all results depend on that.
-    condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-    start = eqn.params["cond_nconsts"]
-    end = start + eqn.params["body_nconsts"]
-
-    def once(carried: Marks) -> Marks:
-        (goes_on,) = run(condition, [*marks[:start], *carried])
-        return [goes_on | each for each in run(body, [*marks[start:end], *carried])]
-
-    return until_steady(once, marks[end:])
+def makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
+    """Returns whether an operation gives zeros if some of its operands are zeros and the others are finite."""
+    name, kind = eqn.primitive.name, kind_of(eqn)
+    if name == "div":
+        return zeros[0] and not zeros[1]  # and not of zero by zero
+    if Kind.PRODUCT in kind:
+        return any(zeros)
+    if Kind.MOVES in kind:
+        return zeros[0]
+    return bool(kind & (Kind.SAME | Kind.ZERO)) and all(zeros[_VALUES.get(name, slice(None))])
 
 
-_LOOPS = {"cond": _through_cond, "scan": _through_scan, "while": _through_while}
+# -- The walk ----------------------------------------------------------------------------------------------------------
 
 
-Step = Callable[[JaxprEqn, Marks, Run], Marks]
-"""Maps one operation, and the marks of its operands, to the marks of its results."""
+class Walk(Generic[V]):
+    """Goes along a program and keeps a value for each variable. A subclass says what a value is."""
+
+    def __init__(self) -> None:
+        self._lowered: dict[int, tuple[JaxprEqn, ClosedJaxpr | None]] = {}  # by the id of the operation, which is kept
+
+    def run(self, program: ClosedJaxpr | Jaxpr, args: Sequence[V]) -> list[V]:
+        """Returns the values of a program's results from those of its arguments."""
+        jaxpr = opened(program)
+        known = dict(zip(jaxpr.invars, args, strict=True))
+        known.update(zip(jaxpr.constvars, map(self.constant, consts_of(program)), strict=True))
+        for eqn in jaxpr.eqns:
+            known.update(zip(eqn.outvars, self.step(eqn, self._look(eqn.invars, known)), strict=True))
+        return self._look(jaxpr.outvars, known)
+
+    def _look(self, atoms: Sequence[Any], known: Mapping[Any, V]) -> list[V]:
+        # A literal has no entry: it is a constant that stands in the operation itself.
+        return [self.constant(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+
+    def step(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
+        """Returns the values of an operation's results."""
+        of_loop = {"cond": self.cond, "scan": self.scan, "while": self.while_}.get(eqn.primitive.name)
+        if of_loop is not None:
+            return of_loop(eqn, its)
+        program = self.program_of(eqn)
+        return self.operation(eqn, its) if program is None else self.run(program, its)
+
+    def program_of(self, eqn: JaxprEqn) -> ClosedJaxpr | None:
+        """Returns the program that an operation runs on its own operands, or `None`."""
+        if not is_high(eqn):
+            return called(eqn)
+        if id(eqn) not in self._lowered:
+            self._lowered[id(eqn)] = eqn, _lowered(eqn)
+        return self._lowered[id(eqn)][1]
+
+    def is_followed(self, eqn: JaxprEqn) -> bool:
+        """Returns whether the walk goes through the programs inside an operation."""
+        return eqn.primitive.name in ("cond", "scan", "while") or self.program_of(eqn) is not None
+
+    def constant(self, value: Any) -> V:
+        """Returns the value of a constant; of a constant that is not available if `value` is `None`."""
+        raise NotImplementedError
+
+    def operation(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
+        """Returns the values of the results of an operation that runs no program, or one that is not known."""
+        raise NotImplementedError
+
+    def cond(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
+        """Returns the values of the results of a choice between programs."""
+        return self.operation(eqn, its)
+
+    def scan(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
+        """Returns the values of the results of a loop over rows."""
+        return self.operation(eqn, its)
+
+    def while_(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
+        """Returns the values of the results of a loop with a condition."""
+        return self.operation(eqn, its)
 
 
-def carry(
-    program: ClosedJaxpr | Jaxpr, marks: Sequence[int], step: Step = through, constant: Constant | None = None
-) -> Marks:
-    """Returns the marks of a program's results from those of its arguments; constants have none without `constant`."""
-    return _Carrying(step, constant).run(program, marks)
+class Cell:
+    """The mark of what a ref holds. An operation that writes to the ref changes it."""
+
+    def __init__(self, mark: Any) -> None:
+        self.mark = mark
 
 
-class _Carrying:
-    """Carries marks through a program and the programs inside it, once for each program and set of marks."""
+class Marks(Walk[Any]):
+    """Carries marks from the arguments of a program to its results; they tell what a result may depend on.
 
-    def __init__(self, step: Step, constant: Constant | None) -> None:
-        self._step = step
-        self._constant = constant
-        self._done: dict[tuple[int, ...], Marks] = {}  # many operations may call one program
+    A mark is a set: an integer, whose bits say where a value comes from, or a `frozenset`. A result has the marks of
+    all operands, unless a subclass knows better. Loops run until no new marks appear. So the error is one-sided: a
+    result may depend on less than its marks say, never on more.
+    """
 
-    def run(self, program: ClosedJaxpr | Jaxpr, marks: Sequence[int]) -> Marks:
-        jaxpr = _opened(program)
-        consts = (
-            program.consts if isinstance(program, ClosedJaxpr) and program.consts else [None] * len(jaxpr.constvars)
+    nothing: Any = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: dict[tuple[Any, ...], list[Any]] = {}  # many operations may call one program
+        self._cells: list[Cell] = []
+
+    def follow(self, program: ClosedJaxpr | Jaxpr, marks: Sequence[Any]) -> list[Any]:
+        """Returns the marks of a program's results; the mark of an argument that is a ref is of what the ref holds."""
+        invars = opened(program).invars
+        return self.run(
+            program, [self._cell(m) if is_ref(var.aval) else m for var, m in zip(invars, marks, strict=True)]
         )
-        key = id(jaxpr), *map(id, consts), *marks
-        if key not in self._done:
-            self._done[key] = self._along(jaxpr, consts, marks)
+
+    def _cell(self, mark: Any) -> Cell:
+        self._cells.append(Cell(mark))
+        return self._cells[-1]
+
+    def run(self, program: ClosedJaxpr | Jaxpr, args: Sequence[Any]) -> list[Any]:
+        """Returns the marks of a program's results from those of its arguments."""
+        key = id(opened(program)), *map(id, consts_of(program)), *args
+        if self._cells or key not in self._done:
+            found = super().run(program, args)
+            if self._cells:  # the same program may find other values in a ref
+                return found
+            self._done[key] = found
         return self._done[key]
 
-    def _along(self, jaxpr: Jaxpr, consts: Sequence[Any], marks: Sequence[int]) -> Marks:
-        known: dict[Any, int] = dict(zip(jaxpr.invars, marks, strict=True))
-        known |= zip(jaxpr.constvars, map(self._mark, consts), strict=True)
-        for eqn in jaxpr.eqns:
-            its = self._marks_of(eqn.invars, known)
-            # Without constants, nothing comes of nothing. With them, an operation without operands may make something.
-            found = self._step(eqn, its, self.run) if self._constant or any(its) else [0] * len(eqn.outvars)
-            known.update(zip(eqn.outvars, found, strict=True))
-        return self._marks_of(jaxpr.outvars, known)
+    def constant(self, value: Any) -> Any:
+        """Returns the mark of a constant."""
+        return self._cell(self.of_constant(None)) if is_ref(value) else self.of_constant(value)
 
-    def _marks_of(self, atoms: Sequence[Any], known: Mapping[Any, int]) -> Marks:
-        # A literal has no entry: it is a constant that stands in the operation itself.
-        return [self._mark(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+    def of_constant(self, value: Any) -> Any:
+        """Returns the mark of a constant that is no ref."""
+        return self.nothing
 
-    def _mark(self, value: Any) -> int:
-        return self._constant(value) if self._constant else 0
+    def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+        """Returns the marks of an operation's results."""
+        if Kind.REF in kind_of(eqn):
+            return self._of_ref(eqn, its)
+        refs = [each for each in its if isinstance(each, Cell)]
+        if not refs or self.is_followed(eqn):
+            return super().step(eqn, its)
+        # Whoever is given a ref may write all that it has been given.
+        every = self.opaque([each.mark if isinstance(each, Cell) else each for each in its])
+        for ref in refs:
+            ref.mark |= every
+        return [every] * len(eqn.outvars)
+
+    def operation(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+        """Returns the marks of the results of an operation that runs no program."""
+        return its if Kind.SAME in kind_of(eqn) else [self.opaque(its)] * len(eqn.outvars)
+
+    def opaque(self, marks: Sequence[Any]) -> Any:
+        """Returns the mark of whatever is computed from these."""
+        return functools.reduce(operator.or_, marks, self.nothing)
+
+    def parts(self, marks: Sequence[Any]) -> Any:
+        """Returns the mark of an array that consists of elements of some of these, chosen by the others."""
+        return functools.reduce(operator.or_, marks, self.nothing)
+
+    def _of_ref(self, eqn: JaxprEqn, its: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name == "new_ref":
+            return [self._cell(its[0])]
+        ref, *given = its
+        held = ref.mark
+        if name == "freeze":
+            return [held]
+        is_whole = len(given) == int(name != "get") and eqn.params["tree"] == _whole_ref(_shape_of(eqn))
+        if name == "addupdate":
+            ref.mark = self.opaque([held, *given])
+            return []
+        if name == "swap":
+            ref.mark = given[0] if is_whole else self.parts([held, *given])
+            del given[0]
+        return [held if is_whole else self.parts([held, *given])]
+
+    # -- Branches and loops
+
+    def chooses(self, mark: Any) -> Any:
+        """Returns what passes from the value that chooses a branch, or ends a loop, to the results."""
+        return mark
+
+    def row(self, eqn: JaxprEqn, mark: Any) -> Any:
+        """Returns the mark of one row of an array that a scan goes over."""
+        return mark
+
+    def rows(self, eqn: JaxprEqn, mark: Any) -> Any:
+        """Returns the mark of the array that a scan makes of the rows that its rounds return."""
+        return mark
+
+    def later(self, eqn: JaxprEqn, mark: Any) -> Any:
+        """Returns the mark that a value has in the rounds, and after the scan, that follow the round it comes from."""
+        return mark
+
+    def cond(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+        """Returns the marks of a choice: each result may be of any branch."""
+        by, held = self.chooses(its[0]), self._held()
+        ends, found = [], []
+        for branch in eqn.params["branches"]:
+            self._hold(held)
+            found.append(self.run(branch, its[1:]))
+            ends.append(self._held())
+        self._hold([functools.reduce(operator.or_, each, by) for each in zip(*ends, strict=False)])
+        return [functools.reduce(operator.or_, each, by) for each in zip(*found, strict=True)]
+
+    def scan(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+        """Returns the marks of a scan."""
+        # Its operands are constants, carries and arrays that are scanned over; its results carries and arrays.
+        start, end = scan_carries(eqn)
+        given = [self.row(eqn, mark) for mark in its[end:]]
+        once = lambda carried: self.run(eqn.params["jaxpr"], [*its[:start], *carried, *given])
+        carried, found = self._loop(eqn, once, its[start:end])
+        return [*carried, *(self.rows(eqn, mark) for mark in found[end - start :])]
+
+    def while_(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+        """Returns the marks of a loop: how often its body runs is up to the condition, so all depends on that."""
+        start, end, condition, body = while_parts(eqn)
+
+        def once(carried: list[Any]) -> list[Any]:
+            (goes_on,) = self.run(condition, [*its[:start], *carried])
+            return [self.chooses(goes_on) | each for each in self.run(body, [*its[start:end], *carried])]
+
+        return self._loop(eqn, once, its[end:])[0]
+
+    def _loop(
+        self, eqn: JaxprEqn, once: Callable[[list[Any]], list[Any]], carried: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the marks of the carried values after any number of rounds, and the results of such a round."""
+        # Marks are only added, and there are finitely many, so it ends.
+        while True:
+            held = self._held()
+            found = once(carried)
+            now = [old | self.later(eqn, ref.mark) for old, ref in zip(held, self._cells, strict=False)]
+            after = [old | self.later(eqn, new) for old, new in zip(carried, found, strict=False)]
+            self._hold(now)
+            if (now, after) == (held, carried):
+                return carried, found
+            carried = after
+
+    def _held(self) -> list[Any]:
+        return [ref.mark for ref in self._cells]
+
+    def _hold(self, marks: Iterable[Any]) -> None:
+        # Refs that were made inside a branch or a loop end with it.
+        self._cells = self._cells[: len(marks := list(marks))]
+        for ref, mark in zip(self._cells, marks, strict=True):
+            ref.mark = mark
 
 
-def until_steady(run: Callable[[Marks], Marks], marks: Marks) -> Marks:
-    """Returns the marks of the carried values after any number of rounds; `run` may return more marks than these."""
-    # Marks are only added, and there are finitely many, so it ends.
-    while (after := [old | new for old, new in zip(marks, run(marks), strict=False)]) != marks:
-        marks = after
-    return marks
+def is_ref(value: object) -> bool:
+    """Returns whether a value, or its type, is that of a ref: an array that can be written (`jax.new_ref`)."""
+    return hasattr(value, "inner_aval") or hasattr(getattr(value, "aval", None), "inner_aval")
+
+
+def _shape_of(eqn: JaxprEqn) -> Any:
+    aval: Any = eqn.invars[0].aval
+    return aval.inner_aval
+
+
+@functools.lru_cache(256)
+def _whole_ref(aval: Any) -> Any:
+    """Returns what JAX writes for `...` where a ref of this type is read or written."""
+    return jax.make_jaxpr(lambda array: jax.new_ref(array)[...])(aval).jaxpr.eqns[-1].params["tree"]
+
+
+# -- Operations --------------------------------------------------------------------------------------------------------
+
+
+def opened(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    """Returns a program without the values of its constants."""
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+
+
+def operations(program: ClosedJaxpr | Jaxpr) -> list[JaxprEqn]:
+    """Returns the operations of a program, without those of the programs inside them."""
+    return opened(program).eqns
+
+
+def consts_of(program: ClosedJaxpr | Jaxpr) -> Sequence[Any]:
+    """Returns the values of a program's constants; `None` for those that are not available."""
+    return getattr(program, "consts", ()) or [None] * len(opened(program).constvars)
+
+
+def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Returns the program that an operation of the table calls with its own operands, or `None`."""
+    for program in programs(eqn) if Kind.CALLS in kind_of(eqn) else ():
+        closed = program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+        if (len(closed.jaxpr.invars), len(closed.jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars)):
+            return closed
+    return None
+
+
+def _lowered(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    lower: Any = getattr(eqn.primitive, "to_lojax", None)
+    try:
+        return jax.make_jaxpr(functools.partial(lower, **eqn.params))(*[atom.aval for atom in eqn.invars])
+    except Exception:  # its operands are of types of their own, or this version of JAX lowers otherwise
+        return None
+
+
+def programs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr | Jaxpr]:
+    """Iterates over the programs in the parameters of an operation."""
+    for value in eqn.params.values():
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(each, (ClosedJaxpr, Jaxpr)):
+                yield each
+
+
+def scan_carries(eqn: JaxprEqn) -> tuple[int, int]:
+    """Returns where the carried operands of a scan begin and end."""
+    params = eqn.params
+    if "ft_in" in params:  # since JAX 0.12
+        start, count, _ = map(len, params["ft_in"].unpack())
+    else:
+        start, count = params["num_consts"], params["num_carry"]
+    return start, start + count
+
+
+def while_parts(eqn: JaxprEqn) -> tuple[int, int, ClosedJaxpr, ClosedJaxpr]:
+    """Returns where the constants of a loop's condition and of its body end among its operands, and both programs."""
+    params = eqn.params
+    start = params["cond_nconsts"]
+    return start, start + params["body_nconsts"], params["cond_jaxpr"], params["body_jaxpr"]
 
 
 def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
@@ -197,89 +488,6 @@ def numbers_in(constant: Any) -> np.ndarray | None:
     return np.asarray(constant) if any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) else None
 
 
-def is_zeros(constant: Any) -> bool:
-    """Returns whether a constant of a program is known to be zeros."""
-    numbers = numbers_in(constant)
-    return numbers is not None and not numbers.any()
-
-
-def makes_zeros(name: str, zeros: Sequence[bool]) -> bool:
-    """Returns whether an operation gives zeros if some of its operands are zeros and the others are finite."""
-    if name in _PRODUCTS:
-        return any(zeros)
-    if name == "div":
-        return zeros[0] and not zeros[1]  # and not of zero by zero
-    return name in _KEEPS_ZERO and all(zeros[_KEEPS_ZERO[name]])
-
-
-_PRODUCTS = frozenset({"and", "conv_general_dilated", "dot_general", "mul"})
-
-# Operations that make zeros where these operands are zeros; others, such as `exp`, may make anything of them.
-_KEEPS_ZERO = {
-    **dict.fromkeys(
-        (
-            "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "conj", "convert_element_type", "copy",
-            "cumsum", "device_put", "imag", "max", "min", "neg", "pad", "psum", "psum_invariant", "real", "reduce_max",
-            "reduce_min", "reduce_sum", "reshape", "rev", "sign", "slice", "split", "sqrt", "square", "squeeze",
-            "stop_gradient", "sub", "transpose",
-        ),
-        slice(None),
-    ),
-    **dict.fromkeys(("div", "dynamic_slice", "gather"), slice(1)),
-    "dynamic_update_slice": slice(2),
-    "scatter-add": slice(0, 3, 2),
-    "select_n": slice(1, None),
-}  # fmt: skip
-
-
 def is_floating(aval: object) -> bool:
     """Returns whether a value of this type, floating or complex, may have a derivative."""
     return is_inexact(getattr(aval, "dtype", bool))
-
-
-def scan_carries(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns where the carried operands of a scan begin and end."""
-    params = eqn.params
-    if "ft_in" in params:  # since JAX 0.12
-        start, count, _ = map(len, params["ft_in"].unpack())
-    else:
-        start, count = params["num_consts"], params["num_carry"]
-    return start, start + count
-
-
-def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns the program that an operation calls with its own operands, or `None`."""
-    for program in _closed_programs(eqn) if eqn.primitive.name in _CALLS else ():
-        closed = program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
-        if (len(closed.jaxpr.invars), len(closed.jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars)):
-            return closed
-    return None
-
-
-def programs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Iterates over the programs inside an operation."""
-    return map(_opened, _closed_programs(eqn))
-
-
-def _opened(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    """Returns a program without the values of its constants."""
-    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
-
-
-def _closed_programs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr | Jaxpr]:
-    for value in eqn.params.values():
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(each, (ClosedJaxpr, Jaxpr)):
-                yield each
-
-
-def primitives(jaxpr: ClosedJaxpr | Jaxpr) -> set[str]:
-    """Returns the names of all operations in a program and the programs inside it, except in Pallas kernels."""
-    found, seen, waiting = set(), set(), [jaxpr]
-    while waiting:
-        jaxpr = waiting.pop()
-        if id(jaxpr) not in seen:  # a program may be called many times
-            seen.add(id(jaxpr))
-            found |= {eqn.primitive.name for eqn in jaxpr.eqns}
-            waiting += [each for eqn in jaxpr.eqns if eqn.primitive.name != "pallas_call" for each in programs(eqn)]
-    return found

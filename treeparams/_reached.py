@@ -2,26 +2,25 @@
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, cast
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ._programs import (
+    Cell,
+    Kind,
     Marks,
-    Run,
     bind,
-    carry,
     derivative,
     is_floating,
-    is_followed,
-    is_zeros,
+    is_high,
+    kind_of,
     makes_zeros,
-    primitives,
-    through,
+    numbers_in,
     traced,
 )
 from ._slots.layout import Layout, Trainable, trained_at
@@ -29,12 +28,6 @@ from ._slots.parts import Parts, put_together, take_apart
 from ._tree.text import describe
 
 P = ParamSpec("P")
-
-# Their results are floating, and their derivative is zero everywhere.
-_FLAT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
-
-# They change an array in place (`jax.new_ref`), which is not followed.
-_WRITES = frozenset({"addupdate", "masked_swap", "swap"})
 
 
 def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[P, Layout]:
@@ -92,12 +85,10 @@ def reaches(
             raise TypeError(f"with has_aux=True f must return a pair, (value, aux), got {describe(out)}")
         return [leaf for leaf in jtu.tree_leaves(out[0] if has_aux else out) if hasattr(leaf, "dtype")]
 
-    program = traced(value, list(parts.slots), list(filter(_is_shape, leaves))).jaxpr
-    if not _WRITES.isdisjoint(primitives(program)):
-        return [True] * len(parts.slots)
+    program = traced(value, list(parts.slots), list(filter(_is_shape, leaves)))
     count = len(parts.slots)
-    unmarked = [0] * (len(program.invars) - count)
-    found = carry(program, [*(1 << i for i in range(count)), *unmarked], _Differentiable(count))
+    unmarked = [0] * (len(program.jaxpr.invars) - count)
+    found = _Differentiable(count).follow(program, [*(1 << i for i in range(count)), *unmarked])
     arrived = functools.reduce(operator.or_, found, 0)
     return [bool((arrived | arrived >> count) & 1 << i) for i in range(count)]
 
@@ -106,7 +97,7 @@ def _is_shape(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-class _Differentiable:
+class _Differentiable(Marks):
     """Passes marks through one operation: two marks for each slot.
 
     The first mark says that a value has a derivative with respect to the slot. The second says that a rule for
@@ -117,68 +108,74 @@ class _Differentiable:
     """
 
     def __init__(self, count: int) -> None:
+        super().__init__()
         self._count = count
         # A rule may ask which operands move, and takes long to trace. One that has passed all on is taken to do so
         # again where the same line calls it.
         self._adding: dict[tuple[Any, ...], list[int]] = {}
 
-    def __call__(self, eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-        """Returns the marks of the results of one operation, without those that its derivative does not pass on."""
-        name = eqn.primitive.name
-        floating = [is_floating(var.aval) for var in eqn.outvars]
-        if name in _FLAT or not any(floating):
+    def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+        """Returns the marks of an operation's results, without those that its derivative does not pass on."""
+        kind, floating = kind_of(eqn), [is_floating(var.aval) for var in eqn.outvars]
+        if Kind.REF in kind or any(isinstance(each, Cell) for each in its):
+            found = super().step(eqn, its)
+            return [each if yes or isinstance(each, Cell) else 0 for each, yes in zip(found, floating, strict=True)]
+        if not any(its) or Kind.FLAT in kind or not any(floating):
             return [0] * len(floating)
-        if name == "custom_jvp_call" or name.startswith("custom_vjp_call"):
-            found = self._by_rule(eqn, marks, floating)
+        if Kind.RULE in kind or is_high(eqn):
+            found = self._by_rule(eqn, its, floating)
         else:
             # Where an entry goes when sorted is no derivative.
-            found = marks if name == "sort" else through(eqn, marks, run)
+            found = its if eqn.primitive.name == "sort" else super().step(eqn, its)
             shared = self._additions(found)
             found = [each | shared for each in found]
         return [each if yes else 0 for each, yes in zip(found, floating, strict=True)]
 
-    def _additions(self, marks: Marks) -> int:
+    def _additions(self, marks: Sequence[int]) -> int:
         """Returns the second marks of any of these values."""
         return functools.reduce(operator.or_, marks, 0) >> self._count << self._count
 
-    def _by_rule(self, eqn: JaxprEqn, marks: Marks, floating: list[bool]) -> Marks:
-        name = eqn.primitive.name
+    def _by_rule(self, eqn: JaxprEqn, marks: list[int], floating: list[bool]) -> list[int]:
         moves = [bool(mark) and is_floating(atom.aval) for mark, atom in zip(marks, eqn.invars, strict=True)]
         operands = [i for i, move in enumerate(moves) if move]
-        call = (name, eqn.source_info.traceback, *moves, *(str(atom.aval) for atom in eqn.invars))
-        rows = every = [operands if yes else [] for yes in floating]
-        adding = self._adding.get(call, [])
+        call = (eqn.primitive, eqn.source_info.traceback, *moves, *(str(atom.aval) for atom in eqn.invars))
+        every = [operands if yes else [] for yes in floating]
+        rows, adding = every, self._adding.get(call, [])
         if operands and call not in self._adding:
             try:
-                rows, adding = _by_jvp(eqn, moves) if name == "custom_jvp_call" else _by_vjp(eqn, moves)
+                rows, adding = _by_rule(eqn, moves)
             except Exception:  # then so does the derivative, if it comes to that, and says why
-                rows = every
+                rows, adding = every, []
             if rows == every:
                 self._adding[call] = adding
-        found = [functools.reduce(operator.or_, [marks[i] for i in row], 0) for row in rows]
-        if name == "custom_jvp_call":
-            return found
         slots = (1 << self._count) - 1
-        shared = self._additions([marks[i] for i in operands] + [(marks[i] & slots) << self._count for i in adding])
-        return [each | shared for each in found]
+        of_cotangents = [marks[i] for i in operands] + [(marks[i] & slots) << self._count for i in adding or []]
+        shared = 0 if adding is None else self._additions(of_cotangents)
+        return [functools.reduce(operator.or_, [marks[i] for i in row], shared) for row in rows]
 
 
 # An operation with a rule of its own is traced once more with its derivative in moving operands. A derivative that does
 # not depend on the tangents, or on the cotangents, is zero only if it is the constant zero: a rule may give anything.
 
 
-def _by_jvp(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int]]:
-    """Returns for each result the operands with respect to which it has a derivative, by the rule for tangents."""
-    count = len(eqn.invars)
-    tangents = _dependent(derivative(eqn, moves).jaxpr, count, count)[len(eqn.outvars) :]
-    return [[i for i in _bits(row, count) if moves[i]] for row in tangents], []
+def _by_rule(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int] | None]:
+    """Returns for each result the operands with respect to which it has a derivative.
 
-
-def _by_vjp(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int]]:
-    """Returns the same by the rule for cotangents, and the operands whose cotangent may be nonzero at zero cotangents.
-
-    The rule gives the results for each operand; this function inverts that relation.
+    If the rule is for cotangents, it also returns the operands whose cotangent may be nonzero at zero cotangents.
     """
+    if Kind.BACKWARD in kind_of(eqn):
+        return _by_cotangents(eqn, moves)
+    try:
+        program = derivative(eqn, moves)
+    except TypeError:  # a hi primitive without a rule for tangents
+        return _by_cotangents(eqn, moves)
+    count = len(eqn.invars)
+    tangents = _dependent(program, count, count)[len(eqn.outvars) :]
+    return [[i for i in _bits(row, count) if moves[i]] for row in tangents], None
+
+
+def _by_cotangents(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int]]:
+    # The rule gives the results for each operand, and this function inverts that relation.
     operands, results = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     kept = list(map(is_floating, results))
 
@@ -189,7 +186,7 @@ def _by_vjp(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int
 
     # The derivatives come one after another, for the operands that move alone.
     count = len(results)
-    columns = iter(_dependent(jax.make_jaxpr(of)(operands, results).jaxpr, len(operands), count))
+    columns = iter(_dependent(jax.make_jaxpr(of)(operands, results), len(operands), count))
     column_of = [next(columns) if move else 0 for move in moves]
     rows = [[i for i, column in enumerate(column_of) if result in _bits(column, count)] for result in range(count)]
     return rows, [i for i, column in enumerate(column_of) if column >> count]
@@ -200,25 +197,31 @@ def _bits(mark: int, count: int) -> list[int]:
     return [i for i in range(count) if mark >> i & 1] or list(range(count if mark else 0))
 
 
-def _dependent(program: Jaxpr, others: int, along: int) -> Marks:
+def _dependent(program: ClosedJaxpr, others: int, along: int) -> list[int]:
     """Returns the marks of a program's results: one for each of its last arguments on which they depend.
 
     One more mark means that a value may be nonzero where all of these arguments are zeros, because of other arguments,
     constants, or operations that turn zeros into other numbers.
     """
-    other = 1 << along
+    return _Dependent(1 << along).follow(program, [*[1 << along] * others, *(1 << i for i in range(along))])
 
-    def step(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-        name = eqn.primitive.name
-        if name == "cond":  # which branch is taken does not matter where all give zeros
-            marks = [marks[0] & ~other, *marks[1:]]
-        found = through(eqn, marks, run)
-        if is_followed(eqn):
-            return found
-        zeros = makes_zeros(name, [not mark & other for mark in marks])
-        return [each & ~other if zeros else each | other for each in found]
 
-    def constant(value: Any) -> int:
-        return 0 if is_zeros(value) else other
+class _Dependent(Marks):
+    def __init__(self, other: int) -> None:
+        super().__init__()
+        self._other = other
 
-    return carry(program, [*[other] * others, *(1 << i for i in range(along))], step, constant)
+    def of_constant(self, value: Any) -> int:
+        numbers = numbers_in(value)
+        return 0 if numbers is not None and not numbers.any() else self._other
+
+    def operation(self, eqn: JaxprEqn, its: list[int]) -> Sequence[int]:
+        zeros = makes_zeros(eqn, [not mark & self._other for mark in its])
+        found = super().operation(eqn, its)
+        return [each & ~self._other for each in found] if zeros else found
+
+    def opaque(self, marks: Sequence[int]) -> int:
+        return self.parts(marks) | self._other
+
+    def chooses(self, mark: int) -> int:
+        return mark & ~self._other  # what is chosen does not matter where all that may be chosen is zeros

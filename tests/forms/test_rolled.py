@@ -256,6 +256,6 @@ def test_a_carry_of_several_arrays():
 def test_parameters_in_a_vector_stay_in_their_loop():
     vector, restructure = tp.ravel(list(jnp.linspace(-1, 1, 36).reshape(4, 3, 3)))
     loss = lambda vector: with_rules([0.5] * 4)(restructure(vector), jnp.ones(3))
-    with pytest.warns(UserWarning, match="no parameter comes from a stack"):
+    with pytest.warns(UserWarning, match="parameters come from a vector.* take tp.stack"):
         found = tp.rolled(loss)(vector)
     assert_allclose(found, loss(vector))

@@ -1,9 +1,18 @@
-"""Finds a loop over the layers of a net in the program of a function and turns it into a scan."""
+"""Finds a loop over the layers of a net in the program of a function and turns it into a scan.
+
+A *piece* is a part of an array along one axis, such as a parameter in a stack, or one key of many. Equal *parts* of a
+program become a loop if each part gets its operands in the same way: from itself, from the part before, from pieces at
+equal distances (a *column*), from a number of its own, or from one value for all parts.
+"""
 
 import functools
+import heapq
 import itertools
+import math
+import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -11,16 +20,36 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
+from .._programs import (
+    Kind,
+    Walk,
+    bind,
+    called,
+    consts_of,
+    derivative,
+    is_high,
+    kind_of,
+    name_of,
+    opened,
+    operations,
+    programs,
+)
 from .block import with_gaps
-from .primitives import cut
-from .repeats import Column, Equation, Loop, Piece, Place, Var, pieces_in, program_of, split, variables
+from .primitives import cut, cut_p
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=Any)
 
+Var = Any  # of a program: `jax.extend.core.Var`, or `Literal`
+Equation = Any  # `jax.extend.core.JaxprEqn`
+Place = tuple[int, int]  # within a part: of which equation, and which of its operands or results
+
 # A scan has a cost of its own: to compile it takes some 50 ms. What saves fewer equations than this is left as it is.
 _LEAST = 8
+_TRIED = 20  # candidates for a loop; most of those that fail are a good one, begun or repeated otherwise
+_ORDERS = 2  # of derivatives, to which rules for them are compared
 
 
 def rolled(function: F) -> F:
@@ -45,9 +74,9 @@ def rolled(function: F) -> F:
     layer, share parameters (a tie), and be of several kinds, alternating (A B A B) or in sequence (A A A B B B).
 
     Layers are not found if shapes, functions or static fields differ from one to the next; if a layer uses results of
-    two layers before it; if parameters come from a vector (a scan over a vector is slow); or inside a function that you
-    compile by `jax.jit` within this one. A program with side effects, such as `jax.debug.print`, stays as it is. So do
-    convolutions on a CPU, where XLA computes them several times slower inside a loop.
+    two layers before it; or if parameters come from a vector (a scan over a vector is slow). A program with side
+    effects, such as `jax.debug.print`, stays as it is. So do convolutions on a CPU, where XLA computes them several times
+    slower inside a loop.
 
     Args:
         function: any function of arrays and of trees that hold arrays; a `Restructure` is such a tree.
@@ -79,22 +108,363 @@ def rolled(function: F) -> F:
 
 
 def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-    program = closed.jaxpr
-    pieces = pieces_in(program)
-    steps = split(program, pieces, _LEAST) if pieces and not program.effects else []
-    if any(isinstance(step, Loop) for step in steps):
-        return _Evaluation(program, pieces, steps).run([*closed.consts, *operands])
-    if program.effects:
+    if closed.effects:
         reason = "the program has side effects, such as those of jax.debug.print"
-    elif not pieces:
-        reason = "no parameter comes from a stack; write `stacks, restructure = tp.stack(model)`, call the function "
-        reason += "with the stacks, and call `restructure(stacks)` inside it"
     else:
-        reason = "there are no equal layers in sequence, each of which uses the result of the one before"
-        if jax.default_backend() == "cpu":
-            reason += ", or they hold convolutions, which are slow in loops on a CPU"
+        # Layers may be in functions that are compiled by themselves.
+        inlined = jax.make_jaxpr(lambda *operands: _Inlined().run(closed, operands))(*operands)
+        program = opened(inlined)
+        pieces = _pieces_in(program)
+        steps = list(_rolled(_in_order(program, pieces), pieces)) if pieces else []
+        if any(isinstance(step, Loop) for step in steps):
+            return _Evaluation(program, pieces, steps).run([*inlined.consts, *operands])
+        if any(each.primitive is cut_p and not each.params["rank"] for each in operations(program)):
+            reason = "parameters come from a vector, and a scan over a vector is slow; take tp.stack(model)"
+        elif not pieces:
+            reason = (
+                "no parameter comes from a stack; write `stacks, restructure = tp.stack(model)`, call the function "
+            )
+            reason += "with the stacks, and call `restructure(stacks)` inside it"
+        else:
+            reason = "there are no equal layers in sequence, each of which uses the result of the one before"
+            if jax.default_backend() == "cpu":
+                reason += ", or they hold convolutions, which are slow in loops on a CPU"
     warnings.warn(f"tp.rolled found no loop, so each layer is compiled separately: {reason}", stacklevel=3)
     return jex.jaxpr_as_fun(closed)(*operands)
+
+
+class _Inlined(Walk[Any]):
+    """Runs a program with the programs of `jax.jit` within it as parts of it."""
+
+    def constant(self, value: Any) -> Any:
+        return value
+
+    def step(self, eqn: Equation, its: list[Any]) -> Sequence[Any]:
+        program = called(eqn) if eqn.primitive.name == "jit" else None
+        return bind(eqn, its) if program is None else self.run(program, its)
+
+
+# -- Pieces ------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A part of an array along one axis."""
+
+    root: Var
+    start: int
+    size: int
+    shape: tuple[int, ...]  # without the axes before that axis, which are a batch
+    rank: int  # the number of axes behind that axis, as in `cut`
+
+
+class Column(NamedTuple):
+    """Pieces at equal distances, one for each part."""
+
+    root: Var
+    start: int
+    step: int
+    size: int
+    shape: tuple[int, ...]
+    rank: int
+
+
+def _pieces_in(program: jex.Jaxpr) -> dict[Var, Piece]:
+    """Returns the results of a program that are pieces of its operands, of stacks, or of keys that it has split."""
+    # A split of keys that comes again and again is made by each layer for itself: it belongs to the layer.
+    splits = Counter(each.outvars[0].aval for each in operations(program) if each.primitive.name == "random_split")
+    roots: set[Var] = {*program.invars, *program.constvars}
+    found: dict[Var, Piece] = {}
+    for equation in operations(program):
+        if equation.primitive.name == "random_split" and splits[equation.outvars[0].aval] < 3:
+            roots.add(equation.outvars[0])
+        elif equation.invars and not isinstance(equation.invars[0], jex.Literal):
+            found.update(zip(equation.outvars, _pieces_of(equation, roots, found), strict=False))
+    return found
+
+
+def _pieces_of(equation: Equation, roots: set[Var], found: dict[Var, Piece]) -> Sequence[Piece]:
+    """Returns the pieces that are the results of an equation; nothing if they are none."""
+    name, params, operand = equation.primitive.name, equation.params, equation.invars[0]
+    shape = operand.aval.shape
+
+    def cut_at(axis: int | None, sizes: Iterable[int]) -> list[Piece]:
+        rank = len(shape) - 1 - (len(shape) if axis is None else axis)
+        of = found.get(operand)
+        if of is None and operand in roots and rank >= 0:
+            of = Piece(operand, 0, shape[axis], shape[axis:], rank)
+        if of is None or of.rank != rank or len(of.shape) != rank + 1:
+            return []
+        ends = list(itertools.accumulate(sizes, initial=of.start))
+        return [Piece(of.root, a, b - a, (b - a, *of.shape[1:]), rank) for a, b in itertools.pairwise(ends)]
+
+    if equation.primitive is cut_p and len(shape) == 1 + params["rank"] > 1:
+        sizes = [math.prod(each[: len(each) - params["rank"]]) for each in params["shapes"]]
+        starts = itertools.accumulate(sizes, initial=0)
+        return [Piece(operand, *each, params["rank"]) for each in zip(starts, sizes, params["shapes"], strict=False)]
+    if name == "slice":
+        axis = _sliced_axis(params, shape)
+        start, end = (0, 0) if axis is None else (params["start_indices"][axis], params["limit_indices"][axis])
+        return cut_at(axis, [start, end - start])[1:]
+    if name == "split":
+        return cut_at(params["axis"], params["sizes"])
+    if name == "unstack":
+        pieces = cut_at(params["axis"], [1] * len(equation.outvars))
+    elif name == "squeeze" and operand in found and params["dimensions"] == (len(shape) - 1 - found[operand].rank,):
+        pieces = [found[operand]] if len(found[operand].shape) == found[operand].rank + 1 else []
+    else:
+        return []
+    return [piece._replace(shape=piece.shape[1:]) for piece in pieces]
+
+
+def _sliced_axis(params: dict[str, Any], shape: tuple[int, ...]) -> int | None:
+    """Returns the only axis of which a slice takes a part, in steps of one; otherwise `None`."""
+    spans = zip(params["start_indices"], params["limit_indices"], shape, strict=True)
+    axes = [axis for axis, (start, limit, size) in enumerate(spans) if (start, limit) != (0, size)]
+    is_dense = params["strides"] is None or set(params["strides"]) == {1}
+    return axes[0] if len(axes) == 1 and is_dense else None
+
+
+def _variables(equation: Equation) -> list[Var]:
+    """Returns the operands of an equation that are not constants."""
+    return [operand for operand in equation.invars if not isinstance(operand, jex.Literal)]
+
+
+def _in_order(program: jex.Jaxpr, pieces: dict[Var, Piece]) -> list[Equation]:
+    """Returns the equations that make no pieces. Those of pieces alone come where they are needed, with their layer."""
+    # A form casts and transposes all its pieces before the first layer.
+    made: dict[Var, Equation] = {}
+    ordered: dict[int, Equation] = {}
+
+    deferred, ordered = set[Var](), dict[int, Equation]()
+
+    def emit(equation: Equation) -> None:
+        waiting = [equation]
+        while waiting:  # no recursion: a chain of pieces may be as long as the program
+            needed = [pieces[each].root if each in pieces else each for each in _variables(waiting[-1])]
+            missing = [made[each] for each in needed if each in made and id(made[each]) not in ordered]
+            if missing:
+                waiting += reversed(missing)
+            else:
+                done = waiting.pop()
+                ordered[id(done)] = done
+
+    for equation in operations(program):
+        if equation.outvars and equation.outvars[0] in pieces:
+            continue
+        operands = _variables(equation)
+        made |= dict.fromkeys(equation.outvars, equation)
+        if operands and all(each in pieces or each in deferred for each in operands):
+            deferred.update(equation.outvars)
+        else:
+            emit(equation)
+    for var in program.outvars:
+        root = pieces[var].root if var in pieces else var
+        if not isinstance(var, jex.Literal) and root in made:
+            emit(made[root])
+    return [*ordered.values()]
+
+
+# -- Equal parts -------------------------------------------------------------------------------------------------------
+
+
+class Loop(NamedTuple):
+    """Equal parts of a program, one after another."""
+
+    parts: list[list[Equation]]
+    taken: dict[Place, Place]  # operands that are results of the part before, and where it has them
+    first: dict[Place, Var]  # what the first part takes in place of these results
+    columns: dict[Place, Column]  # operands that are pieces
+    numbers: dict[Place, np.ndarray]  # operands that are constants, where these differ
+
+    @property
+    def saved(self) -> int:
+        """The number of equations that need not be compiled."""
+        return (len(self.parts) - 1) * len(self.parts[0])
+
+
+def _rolled(equations: list[Equation], pieces: dict[Var, Piece]) -> Iterator[Equation | Loop]:
+    """Yields the best loop, and recursively the loops and equations before and after it."""
+    found = _best(equations, pieces)
+    if found is None:
+        yield from equations
+        return
+    start, loop = found
+    yield from _rolled(equations[:start], pieces)
+    yield loop
+    yield from _rolled(equations[start + loop.saved + len(loop.parts[0]) :], pieces)
+
+
+def _best(equations: list[Equation], pieces: dict[Var, Piece]) -> tuple[int, Loop] | None:
+    known, kinds = dict[Any, int](), _Kinds(pieces)
+    ids = np.array([known.setdefault(kinds.of(equation), len(known)) for equation in equations])
+    is_slow = np.array([_is_slow_in_loops(equation) for equation in equations])
+    candidates = []
+    for period in range(1, len(ids) // 3 + 1):
+        # Runs of equations that are like those one period later.
+        changes = np.flatnonzero(np.diff([0, *(ids[:-period] == ids[period:]), 0]))
+        for start, stop in changes.reshape(-1, 2).tolist():
+            parts = (stop - start) // period + 1
+            if parts >= 3 and (parts - 1) * period >= _LEAST and not is_slow[start : start + period].any():
+                candidates.append(((parts - 1) * period, start, period, parts, stop + period))
+    best = heapq.nsmallest(_TRIED, candidates, key=lambda each: (-each[0], each[2]))
+    for _, start, period, most, stop in best:
+        for parts in (most, most - 1) if most > 3 else (most,):
+            # Where the first part begins may be one of several; the one that hands on least is the best.
+            begins = range(start, stop - parts * period + 1)
+            loops = [(begin, _as_loop(equations[begin : begin + parts * period], period, pieces)) for begin in begins]
+            found = [(begin, loop) for begin, loop in loops if loop is not None]
+            if found:
+                return min(found, key=lambda each: len(each[1].first))
+    return None
+
+
+def _is_slow_in_loops(equation: Equation) -> bool:
+    # XLA for CPU computes a convolution within a loop on one core, and not by its library: a ResNet of 26 layers took
+    # 5.5 times as long.
+    if jax.default_backend() != "cpu":
+        return False
+    inside = [each for program in programs(equation) for each in operations(program)]
+    return equation.primitive.name == "conv_general_dilated" or any(map(_is_slow_in_loops, inside))
+
+
+def _as_loop(equations: list[Equation], period: int, pieces: dict[Var, Piece]) -> Loop | None:
+    """Returns the loop of these equations, if each part gets its operands from the same places as the others."""
+    parts = [equations[i : i + period] for i in range(0, len(equations), period)]
+    made = {
+        var: (number, (k, o))
+        for number, part in enumerate(parts)
+        for k, equation in enumerate(part)
+        for o, var in enumerate(equation.outvars)
+    }
+    loop = Loop(parts, {}, {}, {}, {})
+    for place in [(k, m) for k in range(period) for m in range(len(parts[0][k].invars))]:
+        operands = [part[place[0]].invars[place[1]] for part in parts]
+        if isinstance(operands[0], jex.Literal):
+            values = [np.asarray(operand.val, getattr(operand.aval, "dtype", None)) for operand in operands]
+            if len({value.tobytes() for value in values}) > 1:
+                loop.numbers[place] = np.stack(values)
+        elif all(operand in pieces for operand in operands):
+            column = _column([pieces[operand] for operand in operands])
+            if column is not None:
+                loop.columns[place] = column
+            elif len(set(operands)) > 1:
+                return None
+        elif len(set(operands)) > 1 or operands[0] in made:
+            origins = [made.get(operand, (None, None)) for operand in operands]
+            places = {origin for _, origin in origins[1:]}
+            back = {None if part is None else number - part for number, (part, _) in enumerate(origins[1:], 1)}
+            if len(places) > 1 or back not in ({0}, {1}):
+                return None
+            (origin,) = places
+            if back == {0}:  # of the same part
+                if origins[0] != (0, origin):
+                    return None
+            elif origins[0][0] is not None or not _hands_on(loop, place, origin, operands[0]):
+                return None
+    return loop
+
+
+def _hands_on(loop: Loop, place: Place, origin: Place, first: Var) -> bool:
+    """Notes that an operand is a result of the part before; returns whether a scan can carry it."""
+    handed = loop.parts[0][origin[0]].outvars[origin[1]].aval
+    loop.taken[place] = origin
+    is_one = loop.first.setdefault(origin, first) is first
+    return is_one and (handed.shape, handed.dtype) == (first.aval.shape, first.aval.dtype)
+
+
+def _column(pieces: list[Piece]) -> Column | None:
+    root, start, size, shape, rank = pieces[0]
+    step = pieces[1].start - start
+    is_even = all(piece.start == start + i * step for i, piece in enumerate(pieces))
+    is_alike = {(piece.root, piece.size, piece.shape, piece.rank) for piece in pieces} == {(root, size, shape, rank)}
+    return Column(root, start, step, size, shape, rank) if is_even and is_alike and step >= size else None
+
+
+_PLAIN = (jex.ClosedJaxpr, jex.Jaxpr, bool, int, str)
+
+
+class _Kinds:
+    """Gives each equation a key that is equal for equations that do the same.
+
+    Their operands then have the same types, or are pieces of the same arrays.
+    """
+
+    def __init__(self, pieces: dict[Var, Piece]) -> None:
+        self._pieces = pieces
+        self._known: dict[Any, Any] = {}  # the keys of programs: most stand at many places
+
+    def of(self, equation: Equation) -> Any:
+        """Returns the key of an equation."""
+        types = tuple([
+            (isinstance(operand, jex.Literal), operand.aval)
+            if isinstance(operand, jex.Literal) or operand not in self._pieces
+            else self._pieces[operand]._replace(start=0)
+            for operand in equation.invars
+        ])
+        return equation.primitive, types, tuple([var.aval for var in equation.outvars]), self._params(equation, _ORDERS)
+
+    def _params(self, equation: Equation, orders: int) -> Any:
+        params = {name: self._param(value, orders) for name, value in equation.params.items()}
+        if is_high(equation) or equation.primitive.name.startswith("custom_"):
+            # The rules are closures, made anew at each call. What they do is the program of the derivative. That may
+            # hold the function itself, as that of `jax.nn.relu` does, so they are followed to the second derivative.
+            params = {name: params[name] for name in params if isinstance(equation.params[name], _PLAIN)}
+            params["name"] = name_of(equation) if Kind.RULE in kind_of(equation) else repr(equation.params.get("_prim"))
+            params["rule"] = self._rule(equation, orders - 1) if orders else ()
+        return tuple(sorted(params.items()))
+
+    def _param(self, value: Any, orders: int) -> Any:
+        if isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
+            key = id(value), orders
+            if key not in self._known:
+                self._known[key] = self._program(value, orders), value  # which keeps its id
+            return self._known[key][0]
+        if isinstance(value, (tuple, list)):
+            return tuple([self._param(each, orders) for each in value])
+        if isinstance(value, np.ndarray):
+            return value.dtype, value.shape, value.tobytes()
+        try:
+            hash(value)
+        except TypeError:
+            return id(value)
+        return type(value), value
+
+    def _program(self, program: jex.ClosedJaxpr | jex.Jaxpr, orders: int) -> Any:
+        numbers: dict[Var, int] = {}
+
+        def name(var: Var) -> Any:
+            if isinstance(var, jex.Literal):
+                return var.aval, np.asarray(var.val).tobytes()
+            return numbers.setdefault(var, len(numbers)), var.aval
+
+        jaxpr = opened(program)
+        operands = tuple([name(var) for var in (*jaxpr.constvars, *jaxpr.invars)])
+        equations = tuple(
+            (each.primitive, tuple(map(name, each.invars)), self._params(each, orders), tuple(map(name, each.outvars)))
+            for each in operations(program)
+        )
+        return operands, equations, tuple(map(name, jaxpr.outvars)), tuple(map(id, consts_of(program)))
+
+    def _rule(self, equation: Equation, orders: int) -> Any:
+        """Returns the program of an equation's derivative; if it has none, a value that equals nothing else."""
+        moves = [jnp.issubdtype(operand.aval.dtype, jnp.inexact) for operand in equation.invars]
+        try:
+            if Kind.BACKWARD not in kind_of(equation):
+                return self._param(derivative(equation, moves), orders)
+            return self._param(
+                jax.make_jaxpr(_pull_back(equation, moves))([var.aval for var in equation.invars]), orders
+            )
+        except Exception:  # whatever a user's rule raises: its layers stay as they are, and raise where they are used
+            return object()
+
+
+def _pull_back(equation: Equation, moves: Sequence[bool]) -> Callable[[list[Any]], Any]:
+    def of(values: list[Any]) -> Any:
+        moving, still = eqx.partition(values, list(moves))
+        outs, back = jax.vjp(lambda moving: bind(equation, eqx.combine(moving, still)), moving)
+        return outs, back(outs)
+
+    return of
 
 
 # -- Where the operands of loops lie -----------------------------------------------------------------------------------
@@ -182,20 +552,19 @@ class _Evaluation:
         self._program = program
         self._steps = steps
         self._rows = {id(step): _rows_of(step) for step in steps if isinstance(step, Loop)}
-        # What is needed beside the results of a step within itself.
+        # What is needed beside the results of a loop within itself.
         self._needed = {var for var in program.outvars if not isinstance(var, jex.Literal)}
         for step in steps:
-            self._needed.update(_operands(step))
+            self._needed.update(_shared_by(step) if isinstance(step, Loop) else _variables(step))
         self._wanted: dict[Var, dict[int, list[Wanted]]] = {}  # of each array that is cut, by rank
         for var in [var for var in pieces if var in self._needed]:
             root, start, size, shape, rank = pieces[var]
             self._want(root, rank, Wanted(start, size, shape, var))
-        for number, every in self._rows.items():
-            parts = next(len(step.parts) for step in steps if id(step) == number)
-            for i, rows in enumerate(every):
-                rank = next(iter(rows.columns.values())).rank
+        for loop in [step for step in steps if isinstance(step, Loop)]:
+            for i, rows in enumerate(self._rows[id(loop)]):
+                rank, parts = next(iter(rows.columns.values())).rank, len(loop.parts)
                 shape = (parts, rows.step, *rows.root.aval.shape[rows.root.aval.ndim - rank :])
-                self._want(rows.root, rank, Wanted(rows.start, parts * rows.step, shape, (number, i)))
+                self._want(rows.root, rank, Wanted(rows.start, parts * rows.step, shape, (id(loop), i)))
 
     def _want(self, root: Var, rank: int, wanted: Wanted) -> None:
         self._needed.add(root)
@@ -205,53 +574,49 @@ class _Evaluation:
         self._values: dict[Any, Any] = {}
         for var, value in zip([*self._program.constvars, *self._program.invars], operands, strict=True):
             self._write(var, value)
-        for is_loop, steps in itertools.groupby(self._steps, key=lambda step: isinstance(step, Loop)):
-            if is_loop:
-                for loop in steps:
-                    self._scan(loop)
+        for step in self._steps:
+            if isinstance(step, Loop):
+                self._scan(step)
             else:
-                self._straight(list(steps))
-        outvars = self._program.outvars
-        return [var.val if isinstance(var, jex.Literal) else self._values[var] for var in outvars]
+                for var, value in zip(step.outvars, bind(step, list(map(self._read, step.invars))), strict=True):
+                    self._write(var, value)
+        return list(map(self._read, self._program.outvars))
+
+    def _read(self, var: Var, made: Mapping[Var, Any] = types.MappingProxyType({})) -> Any:
+        return var.val if isinstance(var, jex.Literal) else made[var] if var in made else self._values[var]
 
     def _write(self, var: Var, value: Any) -> None:
         self._values[var] = value
         for rank, wanted in self._wanted.get(var, {}).items():
             self._values |= _taken(value, rank, wanted)
 
-    def _straight(self, equations: list[Equation]) -> None:
-        made = [var for equation in equations for var in equation.outvars]
-        outs = [var for var in made if var in self._needed]
-        given = dict.fromkeys(var for equation in equations for var in variables(equation))
-        ins = [var for var in given if var not in set(made)]
-        run = jex.jaxpr_as_fun(jex.ClosedJaxpr(program_of(equations, ins, outs), []))
-        for var, value in zip(outs, run(*[self._values[var] for var in ins]), strict=True):
-            self._write(var, value)
-
     def _scan(self, loop: Loop) -> None:
-        first, parts = loop.parts[0], len(loop.parts)
-        body, same = _body(loop)
+        first, last = loop.parts[0], loop.parts[-1]
         # Results of single parts that are needed behind the loop; of the last part those that are carried come anyway.
-        kept = []
-        for place in itertools.chain(*[[(k, o) for o in range(len(each.outvars))] for k, each in enumerate(first)]):
-            others = loop.parts[:-1] if place in loop.carries else loop.parts
-            if any(_result(part, place) in self._needed for part in others):
-                kept.append(place)
-        run = jex.jaxpr_as_fun(jex.ClosedJaxpr(body([*loop.carries, *kept]), []))
-        given = [self._values[var] for var in same]
+        places = [(k, o) for k, equation in enumerate(first) for o in range(len(equation.outvars))]
+        ends = {place: loop.parts[:-1] if place in loop.first else loop.parts for place in places}
+        kept = [place for place in places if any(_result(part, place) in self._needed for part in ends[place])]
+        own = [*loop.columns, *loop.numbers]
 
-        def step(carry: list[Any], each: Any) -> tuple[list[Any], list[Any]]:
-            results = run(*carry, *each, *given)
-            return list(map(_strong, results[: len(carry)])), results[len(carry) :]
+        def step(carry: list[Any], along: list[Any]) -> tuple[list[Any], list[Any]]:
+            handed, given = dict(zip(loop.first, carry, strict=True)), dict(zip(own, along, strict=True))
+            made: dict[Var, Any] = {}
+            for k, equation in enumerate(first):
+                its = {m: given[k, m] for m in range(len(equation.invars)) if (k, m) in given}
+                its |= {m: handed[loop.taken[k, m]] for m in range(len(equation.invars)) if (k, m) in loop.taken}
+                values = [its[m] if m in its else self._read(var, made) for m, var in enumerate(equation.invars)]
+                made |= zip(equation.outvars, bind(equation, values), strict=True)
+            found = lambda places: [made[_result(first, place)] for place in places]
+            return list(map(_strong, found(loop.first))), found(kept)
 
         arrays: dict[Place, Any] = {}
         for i, rows in enumerate(self._rows[id(loop)]):
             arrays |= _columns(self._values.pop((id(loop), i)), rows)
         along = [*[arrays[place] for place in loop.columns], *loop.numbers.values()]
-        carry = [_strong(self._values[var]) for var in loop.carries.values()]
-        carry, stacked = jax.lax.scan(step, carry, along, parts)
-        for place, value in zip(loop.carries, carry, strict=True):
-            self._write(_result(loop.parts[-1], place), value)
+        carry = [_strong(self._read(var)) for var in loop.first.values()]
+        carry, stacked = jax.lax.scan(step, carry, along, len(loop.parts))
+        for place, value in zip(loop.first, carry, strict=True):
+            self._write(_result(last, place), value)
         for place, values in zip(kept, stacked, strict=True):
             its = [_result(part, place) for part in loop.parts]
             wanted = [Wanted(i, 1, values.shape[1:], var) for i, var in enumerate(its) if var in self._needed]
@@ -260,8 +625,20 @@ class _Evaluation:
 
 
 def _result(part: Sequence[Equation], place: Place) -> Var:
-    equation, result = place
-    return part[equation].outvars[result]
+    return part[place[0]].outvars[place[1]]
+
+
+def _shared_by(loop: Loop) -> list[Var]:
+    """Returns the values that a loop needs from elsewhere, besides its columns."""
+    made = {var for equation in loop.parts[0] for var in equation.outvars}
+    own = {*loop.columns, *loop.numbers, *loop.taken}
+    given = [
+        var
+        for k, equation in enumerate(loop.parts[0])
+        for m, var in enumerate(equation.invars)
+        if not isinstance(var, jex.Literal) and var not in made and (k, m) not in own
+    ]
+    return [*loop.first.values(), *given]
 
 
 def _columns(array: jax.Array, rows: Rows) -> dict[Place, jax.Array]:
@@ -274,44 +651,6 @@ def _columns(array: jax.Array, rows: Rows) -> dict[Place, jax.Array]:
         pieces = _cut(array, some[0].rank, spans)
         found |= zip(some, [jnp.moveaxis(piece, parts, 0) for piece in pieces], strict=True)
     return {place: found[column] for place, column in rows.columns.items()}
-
-
-def _operands(step: Equation | Loop) -> Iterable[Var]:
-    """Returns the values that a step needs from elsewhere, besides the columns of a loop."""
-    if not isinstance(step, Loop):
-        return variables(step)
-    return [*step.carries.values(), *_body(step)[1]]
-
-
-def _body(loop: Loop) -> tuple[Callable[[Sequence[Place]], jex.Jaxpr], list[Var]]:
-    """Returns the program of one part, by the results wanted from it, and the operands that all parts share.
-
-    Its operands are the carried values, then the columns, the numbers, and the operands that all parts share.
-    """
-    first, second = loop.parts[:2]
-    handed = [_result(first, place) for place in loop.carries]
-    types = [var.aval for var in handed]
-    types += [first[k].invars[m].aval for k, m in (*loop.columns, *loop.numbers)]
-    new = _variables(types)
-    carried = dict(zip(handed, new, strict=False))
-    own = dict(zip([*loop.columns, *loop.numbers], new[len(carried) :], strict=True))
-    equations = []
-    for k, equation in enumerate(first):
-        # The operands of the second part that come from the first one are those that are carried.
-        operands = [
-            own.get((k, m), operand if isinstance(after, jex.Literal) else carried.get(after, operand))
-            for m, (operand, after) in enumerate(zip(equation.invars, second[k].invars, strict=True))
-        ]
-        equations.append(equation.replace(invars=operands))
-    made = {*new, *[var for equation in first for var in equation.outvars]}
-    same = [var for var in dict.fromkeys(var for each in equations for var in variables(each)) if var not in made]
-    return lambda places: program_of(equations, [*new, *same], [_result(first, place) for place in places]), same
-
-
-def _variables(types: Sequence[Any]) -> list[Var]:
-    """Makes new variables that are in no program."""
-    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types]
-    return list(jax.make_jaxpr(lambda *xs: xs)(*structs).jaxpr.invars)
 
 
 def _strong(array: Any) -> Any:

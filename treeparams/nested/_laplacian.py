@@ -6,13 +6,13 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal as Constant, Var
+from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from .._programs import bind, is_floating
+from .._programs import Walk, bind, is_floating, name_of
 from .._tree.messages import warn
 from .._tree.types import PyTree
-from ._series import CALLS, CHECKPOINT, Series, elementwise, inner, is_linear_in, is_pointwise, rule_of, traced
+from ._series import Series, elementwise, is_call, is_linear_in, is_pointwise, rule_of, traced
 from ._sweeps import basis, output, real_array
 
 _LONGEST = 32  # chains that branch off at each step would be replayed from their root each time
@@ -68,12 +68,11 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
     def of(model: PyTree, x: object, *args: object) -> Any:
         x = real_array(x)
         closed = jax.make_jaxpr(lambda x: output(f(model, x, *args), "floating or complex"))(x)
-        unknown: set[str] = set()
-        start = Series(x, basis(x), jnp.zeros_like(x))
-        y = _series(*_propagate(closed.jaxpr, closed.consts, [start], unknown))
-        if unknown:
+        forward = _Forward()
+        y = _series(*forward.run(closed, [Series(x, basis(x), jnp.zeros_like(x))]))
+        if forward.unknown:
             warn(
-                f"nested.laplacian has no rule for {', '.join(sorted(unknown))}: the result is exact, but takes one "
+                f"nested.laplacian has no rule for {', '.join(sorted(forward.unknown))}: the result is exact, but takes one "
                 "second derivative of that part per entry of the input"
             )
         if not isinstance(y, Series):  # it does not depend on x
@@ -120,56 +119,56 @@ def _root(operand: object) -> Any:
     return operand.root if isinstance(operand, _Chain) else operand
 
 
-def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], unknown: set[str]) -> list[Any]:
-    """Returns the results of a program: series, chains, or arrays and numbers that do not depend on the input.
+class _Forward(Walk[Any]):
+    """Carries series, chains, or arrays and numbers that do not depend on the input.
 
-    It adds the primitives that have no rule to `unknown`.
+    Attributes:
+        unknown: the names of the operations that have no rule.
     """
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
-    def read(var: Var | Constant) -> Any:
-        return values[var] if isinstance(var, Var) else var.val
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknown = set[str]()
 
-    for eqn in jaxpr.eqns:
-        values.update(zip(eqn.outvars, _evaluate(eqn, list(map(read, eqn.invars)), unknown), strict=True))
-    return list(map(read, jaxpr.outvars))
+    def constant(self, value: Any) -> Any:
+        return value
 
+    def step(self, eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        which = [isinstance(operand, Series | _Chain) for operand in operands]
+        depends = [operand for operand, moves in zip(operands, which, strict=True) if moves]
+        values = [operand.value if moves else operand for operand, moves in zip(operands, which, strict=True)]
+        kept = [is_floating(var.aval) for var in eqn.outvars]
+        if not depends or not any(kept) or eqn.primitive.name == "stop_gradient":
+            return bind(eqn, values)
+        pointwise = is_pointwise(eqn, depends)
+        longest = max(len(each.steps) if isinstance(each, _Chain) else 0 for each in depends)
+        # A bias that is added to a series leaves its Jacobian as it is; within a chain it would be multiplied by ones.
+        begins_linear = longest == 0 and is_linear_in(eqn, which)
+        root = _root(depends[0])
+        if pointwise and all(_root(each) is root for each in depends) and not begins_linear and longest < _LONGEST:
+            return [_Chain(root, eqn, operands, *bind(eqn, values))]
+        program = self.program_of(eqn)
+        if program is not None and is_call(eqn) and not pointwise:
+            return self.run(program, operands)
+        if program is not None and "policy" in eqn.params:  # jax.checkpoint
 
-def _evaluate(eqn: JaxprEqn, operands: list[Any], unknown: set[str]) -> Sequence[Any]:
-    which = [isinstance(operand, Series | _Chain) for operand in operands]
-    depends = [operand for operand, moves in zip(operands, which, strict=True) if moves]
-    values = [operand.value if moves else operand for operand, moves in zip(operands, which, strict=True)]
-    kept = [is_floating(var.aval) for var in eqn.outvars]
-    if not depends or not any(kept) or eqn.primitive.name == "stop_gradient":
-        return bind(eqn, values)
-    pointwise = is_pointwise(eqn, depends)
-    longest = max(len(each.steps) if isinstance(each, _Chain) else 0 for each in depends)
-    # A bias that is added to a series leaves its Jacobian as it is; within a chain it would be multiplied by ones.
-    begins_linear = longest == 0 and is_linear_in(eqn, which)
-    root = _root(depends[0])
-    if pointwise and all(_root(each) is root for each in depends) and not begins_linear and longest < _LONGEST:
-        return [_Chain(root, eqn, operands, *bind(eqn, values))]
-    if eqn.primitive.name in CALLS and not pointwise:
-        return _propagate(inner(eqn).jaxpr, inner(eqn).consts, operands, unknown)
-    if eqn.primitive.name == CHECKPOINT:
+            def run(operands: list[Any]) -> list[Any]:
+                return list(map(_series, self.run(program, operands)))
 
-        def run(operands: list[Any]) -> list[Any]:
-            return list(map(_series, _propagate(eqn.params["jaxpr"], (), operands, unknown)))
+            policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+            return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(list(map(_series, operands)))
 
-        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(list(map(_series, operands)))
+        def of(*moving: jax.Array) -> list[Any]:
+            """The equation as a function of the operands that depend on the input; returns the floating results."""
+            given = iter(moving)
+            filled = [next(given) if moves else value for moves, value in zip(which, values, strict=True)]
+            return [result for result, keep in zip(bind(eqn, filled), kept, strict=True) if keep]
 
-    def of(*moving: jax.Array) -> list[Any]:
-        """The equation as a function of the operands that depend on the input; returns the floating results."""
-        given = iter(moving)
-        filled = [next(given) if moves else value for moves, value in zip(which, values, strict=True)]
-        return [result for result, keep in zip(bind(eqn, filled), kept, strict=True) if keep]
-
-    rule = rule_of(eqn, which, pointwise)
-    if rule is None:
-        unknown.add(eqn.primitive.name)
-    results = (rule or traced)(eqn, of, list(map(_series, depends)))
-    if all(kept):
-        return results
-    found = iter(results)
-    return [next(found) if keep else result for result, keep in zip(bind(eqn, values), kept, strict=True)]
+        rule = rule_of(eqn, which, pointwise)
+        if rule is None:
+            self.unknown.add(name_of(eqn))
+        results = (rule or traced)(eqn, of, list(map(_series, depends)))
+        if all(kept):
+            return results
+        found = iter(results)
+        return [next(found) if keep else result for result, keep in zip(bind(eqn, values), kept, strict=True)]

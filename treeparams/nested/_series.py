@@ -12,39 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from .._programs import derivative, is_floating
-
-CALLS = frozenset({"jit", "pjit", "closed_call"})  # "pjit" up to JAX 0.6
-CUSTOM = "custom_jvp_call"
-CHECKPOINT = "remat2"
-
-# No last term: linear over the reals in all that depends on the input together,
-_LINEAR = frozenset({
-    "add", "add_any", "broadcast_in_dim", "complex", "concatenate", "conj", "convert_element_type", "copy", "copy_p",
-    "cumsum", "cut", "dynamic_slice", "dynamic_update_slice", "expand_dims", "fft", "gather", "imag", "join", "neg",
-    "pad", "real", "reduce_precision", "reduce_sum", "reduce_window_sum", "reshape", "rev", "scatter", "scatter-add",
-    "select_n", "sharding_constraint", "slice", "split", "squeeze", "stack", "sub", "tile", "transpose", "unstack",
-})  # fmt: skip
-
-# or made of linear pieces, of real operands.
-_PIECEWISE = frozenset({"abs", "clamp", "max", "min", "reduce_max", "reduce_min", "sort"})
-
-# Linear in each of two operands.
-_BILINEAR = frozenset({"conv_general_dilated", "dot_general", "mul"})
-
-# Each entry of the result depends on the entries of the operands at its own index, and has a derivative in them.
-_ELEMENTWISE = frozenset({
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "log2", "logistic",
-    "one_minus_square", "pow", "rsqrt", "sin", "sinh", "sqrt", "square", "tan", "tanh",
-})  # fmt: skip
-
-# The same, and operations that occur inside an elementwise function, such as `jax.nn.gelu`.
-_POINTWISE = _ELEMENTWISE | {
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy", "eq", "floor",
-    "ge", "gt", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "round", "select_n", "sign",
-    "stop_gradient", "sub", "xor",
-}  # fmt: skip
+from .._programs import Kind, derivative, is_floating, kind_of, operations, programs
 
 Function = Callable[..., list[Any]]  # of values, returns the results
 
@@ -60,34 +28,31 @@ class Series(NamedTuple):
 Rule = Callable[[Any, Function, list[Series]], list[Series]]
 
 
-def inner(eqn: JaxprEqn) -> Any:
-    """Returns the closed program that an equation calls."""
-    return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-
-
 def rule_of(eqn: JaxprEqn, which: Sequence[bool], pointwise: bool) -> Rule | None:
     """Returns the rule of an equation whose operands `which` depend on the input; `None` if only `traced` applies."""
-    name = eqn.primitive.name
+    kind = kind_of(eqn)
     if is_linear_in(eqn, which):
         return _linear
-    if name in _BILINEAR:
+    if Kind.PRODUCT in kind:
         return _bilinear
-    if name in _ELEMENTWISE or pointwise:
+    if Kind.SMOOTH in kind or pointwise:
         return lambda eqn, of, depends: [elementwise(of, depends)]
-    if name.startswith("custom_vjp_call"):
+    if Kind.BACKWARD in kind:
         raise TypeError(
             "f calls a function with a rule for vjp alone (jax.custom_vjp), which has no forward derivative; give it a "
             "rule for jvp, or use the trace of jax.jacrev(jax.grad(f))"
         )
-    return traced if name in (CUSTOM, "abs") else None
+    return traced if Kind.RULE in kind or eqn.primitive.name == "abs" else None
 
 
 def is_linear_in(eqn: JaxprEqn, which: Sequence[bool]) -> bool:
     """Returns whether an equation is linear, at least in pieces, in those of its operands together."""
-    name = eqn.primitive.name
-    if name in _PIECEWISE:
+    kind = kind_of(eqn)
+    if Kind.PIECEWISE in kind:
         return not _is_complex(eqn)
-    return name in _LINEAR or (name in _BILINEAR and sum(which) == 1) or (name == "div" and not which[1])
+    if Kind.PRODUCT in kind:
+        return sum(which) == 1
+    return bool(kind & (Kind.SAME | Kind.MOVES | Kind.LINEAR)) or (eqn.primitive.name == "div" and not which[1])
 
 
 def _is_complex(eqn: JaxprEqn) -> bool:
@@ -156,12 +121,17 @@ def traced(eqn: JaxprEqn, of: Function, depends: list[Series]) -> list[Series]:
 # -- Which equations are elementwise
 
 
+def is_call(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation calls a program, whose derivative JAX finds in it."""
+    return eqn.primitive.name in ("jit", "closed_call", "eval_jaxpr")
+
+
 def is_pointwise(eqn: JaxprEqn, depends: Sequence[Any]) -> bool:
     """Returns whether an equation, and all that it calls, act on each entry of real operands of the result's shape."""
     results: list[Any] = eqn.outvars
     shapes = {var.aval.shape for var in results} | {operand.value.shape for operand in depends}
     # A choice between two operands, as `jnp.where` is, does not look at the slope of the other one.
-    is_choice = eqn.primitive.name in CALLS and len(depends) > 1
+    is_choice = is_call(eqn) and len(depends) > 1
     return len(shapes) == 1 and len(eqn.outvars) == 1 and not is_choice and _is_within(eqn, shapes.pop())
 
 
@@ -169,12 +139,13 @@ def _is_within(eqn: JaxprEqn, shape: tuple[int, ...], rules: int = 2) -> bool:
     # Nothing here makes a scalar of an array of the shape: scalars do not depend on the input unless all is one.
     if not all(aval.shape in ((), shape) for aval in _avals(eqn)) or _is_complex(eqn):
         return False
-    if eqn.primitive.name in CALLS:
-        return all(_is_within(each, shape, rules) for each in inner(eqn).jaxpr.eqns)
-    if eqn.primitive.name == CUSTOM:
+    within, kind = [*programs(eqn)] if is_call(eqn) else [], kind_of(eqn)
+    if Kind.RULE in kind and Kind.BACKWARD not in kind:
         # A rule may call its own function for the value, which has the rule again; two derivatives are taken.
-        programs = [inner(eqn)]
+        within = [*programs(eqn)][:1]
         if rules > 0:
-            programs.append(derivative(eqn, [is_floating(var.aval) for var in eqn.invars]))
-        return all(_is_within(each, shape, rules - 1) for program in programs for each in program.jaxpr.eqns)
-    return eqn.primitive.name in _POINTWISE
+            within.append(derivative(eqn, [is_floating(var.aval) for var in eqn.invars]))
+            rules -= 1
+    if within:
+        return all(_is_within(each, shape, rules) for program in within for each in operations(program))
+    return bool(kind & (Kind.EACH | Kind.SAME)) or eqn.primitive.name == "broadcast_in_dim"

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import JaxprEqn
 
-from .._programs import bind, called
+from .._programs import Walk, bind
 from .._tree.types import PyTree
 
 
@@ -53,35 +53,33 @@ def run_apart(
     """
     program, made = jax.make_jaxpr(update, return_shape=True)(*args)
     try:
-        results = _run(program, values, count)
+        results = _Apart(count).run(program, values)
     except Unclear:
         return None
     treedef = jtu.tree_structure(made)
     return [treedef.unflatten([each.of(history) for each in results]) for history in range(count)]
 
 
-def _run(program: ClosedJaxpr, values: Sequence[Value], count: int) -> list[Value]:
-    jaxpr = program.jaxpr
-    known: dict[Any, Value] = {var: Value((const,)) for var, const in zip(jaxpr.constvars, program.consts, strict=True)}
-    known.update(zip(jaxpr.invars, values, strict=True))
-    look = lambda atom: Value((atom.val,)) if isinstance(atom, Literal) else known[atom]
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _results(eqn, list(map(look, eqn.invars)), count), strict=True))
-    return list(map(look, jaxpr.outvars))
+class _Apart(Walk[Value]):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
 
+    def constant(self, value: Any) -> Value:
+        return Value((value,))
 
-def _results(eqn: Any, operands: Sequence[Value], count: int) -> list[Value]:
-    owners = {operand.owner for operand in operands} - {None}
-    is_shared = any(len(operand.each) > 1 for operand in operands)
-    run = lambda history: bind(eqn, [operand.of(history) for operand in operands])
-    if len(owners) == 1:
-        (owner,) = owners
-        return [Value((result,), owner) for result in run(owner)]
-    if not owners and is_shared:
-        return [Value(each) for each in zip(*map(run, range(count)), strict=True)]
-    inner = called(eqn) if owners and eqn.primitive.name != "shard_map" else None
-    if inner is not None:
-        return _run(inner, operands, count)
-    if is_shared:
-        raise Unclear
-    return [Value((result,)) for result in run(0)]
+    def step(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
+        owners = {each.owner for each in its} - {None}
+        is_shared = any(len(each.each) > 1 for each in its)
+        run = lambda history: bind(eqn, [each.of(history) for each in its])
+        if len(owners) == 1:
+            (owner,) = owners
+            return [Value((result,), owner) for result in run(owner)]
+        if not owners and is_shared:
+            return [Value(each) for each in zip(*map(run, range(self._count)), strict=True)]
+        program = self.program_of(eqn) if owners and eqn.primitive.name != "shard_map" else None
+        if program is not None:
+            return self.run(program, its)
+        if is_shared:
+            raise Unclear
+        return [Value((result,)) for result in run(0)]

@@ -5,12 +5,11 @@ Trying it on numbers does not show this: `optax.apply_if_finite`, `optax.contrib
 `optax.contrib.mechanize` give the same results leaf by leaf as over all leaves, to 1e-7, until a NaN comes or an
 estimate has grown - and they do couple.
 
-So each leaf gets a mark, a bit of an integer, and `coupling` carries the marks through the jaxprs of `init` and
-`update`, from inputs to outputs: the result of an operation has the marks of all its operands. The state of one update
-is an input of the next, so its marks are carried round until no more are added. A rule couples if the update of a leaf
-has the mark of another leaf, or an array of the state has two marks. The only error is to refuse too much: a rule that
-joins leaves into one array and divides it again (`optax.flatten`) is refused, whatever it does in between. Facts that
-Python reads from the tree, such as the number of leaves, leave no mark.
+So each leaf gets a mark, a bit of an integer, and `coupling` carries the marks through the programs of `init` and
+`update`. The state of one update is an input of the next, so its marks are carried round until no more are added. A
+rule couples if the update of a leaf has the mark of another leaf, or an array of the state has two marks. The only
+error is to refuse too much: a rule that joins leaves into one array and divides it again (`optax.flatten`) is refused,
+whatever it does in between. Facts that Python reads from the tree, such as the number of leaves, leave no mark.
 """
 
 from collections.abc import Sequence
@@ -21,16 +20,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import optax
+from jax.extend.core import JaxprEqn
 
-from .._programs import carry, primitives, until_steady
+from .._programs import Kind, Marks, kind_of
 from .._tree.types import PyTree
 from ._formulas import alike_p
 from ._named import Asked, Named
 
 Extended = optax.GradientTransformationExtraArgs
 """A rule of Optax, as `extended` returns it."""
-
-_KEYS_ALONE = {"random_seed", "random_wrap", "random_unwrap"}  # they make a key, and draw nothing
 
 
 def coupling(
@@ -49,19 +47,19 @@ def coupling(
 
     init, state = jax.make_jaxpr(tx.init, return_shape=True)(leaves)
     update, (updates, _) = jax.make_jaxpr(step, return_shape=True)(leaves, state, leaves, np.float32(0))
-    if any(map(_draws, primitives(init) | primitives(update))):
+    own = [1 << i for i in range(2 * len(rows))]
+    slots, places = (jtu.tree_flatten_with_path(tree)[0] for tree in (updates, state))
+    walk = _Drawing()
+    kept, before, ends = walk.run(init, own), None, list[int]()
+    while kept != before:
+        before, ends = kept, walk.run(update, [*own, *kept, *own, 0])
+        kept = [old | new for old, new in zip(kept, ends[len(slots) :], strict=True)]
+    if walk.draws:
         return "it draws random numbers, which would be the same for all leaves of one shape"
     if asked.names:
         return "it uses the names of leaves, and a row has none"
-    own = [1 << i for i in range(2 * len(rows))]
-    slots, places = (jtu.tree_flatten_with_path(tree)[0] for tree in (updates, state))
-
-    def run(kept: list[int]) -> list[int]:
-        return carry(update.jaxpr, [*own, *kept, *own, 0])
-
-    kept = until_steady(lambda kept: run(kept)[len(slots) :], carry(init.jaxpr, own))
     found = []
-    if any(marks & ~own[path[0].idx] for (path, _), marks in zip(slots, run(kept), strict=False)):
+    if any(marks & ~own[path[0].idx] for (path, _), marks in zip(slots, ends, strict=False)):
         found.append("the update of one leaf depends on another")
     shared = next((path for (path, _), marks in zip(places, kept, strict=True) if marks.bit_count() > 1), None)
     if shared is not None:
@@ -74,8 +72,14 @@ def _loss(params: PyTree, *_: Any, **__: Any) -> Any:
     return sum(jnp.sum(jnp.abs(leaf)) for leaf in jtu.tree_leaves(params))
 
 
-def _draws(name: str) -> bool:
-    return name.startswith(("random_", "threefry", "rng_")) and name not in _KEYS_ALONE
+class _Drawing(Marks):
+    """Carries marks, and notes whether random numbers are drawn."""
+
+    draws = False
+
+    def operation(self, eqn: JaxprEqn, its: list[int]) -> Sequence[int]:
+        self.draws |= Kind.DRAWS in kind_of(eqn)
+        return super().operation(eqn, its)
 
 
 # -- A rule over rows, inside one that is read as a whole --------------------------------------------------------------

@@ -7,37 +7,32 @@ operands, including shapes, so that it is equal only to itself. Kernels, and cal
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import JaxprEqn
 
-from .._programs import called, scan_carries
-from ._formulas import NO_FORMULA, Blocks, Value, equal, in_runs, is_equal, of_no_block, runs_of, with_formulas
+from .._programs import Kind, Walk, kind_of, name_of, scan_carries, while_parts
+from ._formulas import (
+    NO_FORMULA,
+    Blocks,
+    Formulas,
+    Value,
+    equal,
+    in_runs,
+    is_equal,
+    of_no_block,
+    runs_of,
+    with_formulas,
+)
 from ._moves import MOVES, aval_of
 
-# Each element of the result is made of the elements at its place.
-_EACH = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "alike", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-    "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "cos", "cosh", "digamma",
-    "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac",
-    "igamma_grad_a", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt",
-    "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count",
-    "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub",
-    "tan", "tanh", "xor", "zeta",
-})  # fmt: skip
-_SAME = {"copy", "copy_p", "device_put", "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient"}
 _WHOLE = {np.dtype(np.int32), np.dtype(np.int64)}  # counts here overflow in neither
 _UNNAMED = {"out_sharding", "sharding", "weak_type"}  # parameters that no number depends on
-_DRAWS = ("random_", "threefry", "rng_")
-_KNOWN = {
-    each.name for module in (jax.lax, jax.lax.linalg) for each in vars(module).values() if isinstance(each, Primitive)
-} | {"add_any", "alike"}
 
 Body = Callable[[list[Value]], tuple[Sequence[Value], Sequence[Value]]]
 """One round: from the carried values to the next ones, and its other results."""
@@ -53,23 +48,19 @@ class _Loop(NamedTuple):
     others: Sequence[Value]
 
 
-class Reader(Blocks):
-    """Reads programs."""
+class Reader(Walk[Value], Blocks):
+    """Carries formulas of elements.
+
+    Attributes:
+        opaque: the names of the operations that have no formula.
+    """
 
     _depth = 0  # of loops
 
-    def run(self, program: ClosedJaxpr | Jaxpr, args: Sequence[Value]) -> list[Value]:
-        """Returns the results of a program for these arguments."""
-        jaxpr: Any = getattr(program, "jaxpr", program)
-        known = dict(zip(jaxpr.invars, args, strict=True))
-        known |= zip(jaxpr.constvars, map(self._constant, getattr(program, "consts", ())), strict=True)
-        for eqn in jaxpr.eqns:
-            known.update(zip(eqn.outvars, self._step(eqn, self._look(known, eqn.invars)), strict=True))
-        return self._look(known, jaxpr.outvars)
-
-    def _look(self, known: Mapping[Var, Value], atoms: Sequence[Var | Literal]) -> list[Value]:
-        """Returns the values of operands."""
-        return [self._constant(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+    def __init__(self, formulas: Formulas, slots: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+        Walk.__init__(self)
+        Blocks.__init__(self, formulas, slots, sizes)
+        self.opaque = set[str]()
 
     def training(self, start: Sequence[Value], body: Body) -> tuple[Any, Sequence[Value]] | None:
         """Returns all rounds that the results beside the carried values depend on, and these results in one round.
@@ -96,17 +87,14 @@ class Reader(Blocks):
 
     # -- Operations ----------------------------------------------------------------------------------------------------
 
-    def _step(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
-        """Returns the results of an operation."""
-        name, program = eqn.primitive.name, called(eqn)
-        if program is not None:
-            return self.run(program, its)
-        if name in _SAME or (name == "convert_element_type" and _keeps_whole_numbers(eqn)):
+    def operation(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
+        """Returns the formulas of the results of an operation."""
+        name, kind = eqn.primitive.name, kind_of(eqn)
+        if Kind.SAME in kind or (name == "convert_element_type" and _keeps_whole_numbers(eqn)):
             return its
-        if not (name in _KNOWN or name.startswith(_DRAWS)):
-            return [equal(NO_FORMULA)] * len(eqn.outvars)
-        found: list[Value] | None = None
-        if name in _EACH:
+        found: Sequence[Value] | None = None
+        shape = aval_of(eqn.outvars[0]).shape if eqn.outvars else ()
+        if Kind.EACH in kind and any(aval_of(atom).shape == shape for atom in eqn.invars):
             params = (repr(value) for key, value in sorted(eqn.params.items()) if key not in _UNNAMED)
             key = name.removesuffix("_any"), *params
             is_floating = jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
@@ -114,8 +102,9 @@ class Reader(Blocks):
             found = None if value is None else [value]
         elif name in MOVES:
             found = MOVES[name](self, eqn, its)
-        elif name in ("cond", "while", "scan"):
-            found = {"cond": self._branches, "while": self._while, "scan": self._scan}[name](eqn, its)
+        elif not kind or Kind.REF in kind:
+            self.opaque.add(name_of(eqn))
+            return [equal(NO_FORMULA)] * len(eqn.outvars)
         return self._whole(eqn, its) if found is None else found
 
     def _whole(self, eqn: JaxprEqn, its: Sequence[Value]) -> list[Value]:
@@ -126,13 +115,14 @@ class Reader(Blocks):
         formulas = (self.formulas.of("whole", i, *key, over=over) for i in itertools.count())
         return [of_no_block(formula, aval_of(var).size) for formula, var in zip(formulas, eqn.outvars, strict=False)]
 
-    def _constant(self, given: Any) -> Value:
-        if isinstance(given, Tracer):
-            self.formulas.kept.append(given)  # so that no other gets its id
-            return of_no_block(self.formulas.of("traced", id(given)), given.size)
-        if jnp.issubdtype(getattr(given, "dtype", float), jax.dtypes.prng_key):
-            given = jax.random.key_data(given)
-        array = np.asarray(given)
+    def constant(self, value: Any) -> Value:
+        """Returns the formula of a constant."""
+        if isinstance(value, Tracer):
+            self.formulas.kept.append(value)  # so that no other gets its id
+            return of_no_block(self.formulas.of("traced", id(value)), value.size)
+        if jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+        array = np.asarray(value)
         if array.dtype in _WHOLE:
             array = array.astype(np.int64)
         first, everything = array.ravel()[:1].tobytes(), array.tobytes()
@@ -142,7 +132,8 @@ class Reader(Blocks):
 
     # -- Branches and loops --------------------------------------------------------------------------------------------
 
-    def _branches(self, eqn: JaxprEqn, its: list[Value]) -> list[Value]:
+    def cond(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
+        """Returns the formulas of a choice between programs."""
         ends = [self.run(branch, its[1:]) for branch in eqn.params["branches"]]
         found = []
         for i, several in enumerate(zip(*ends, strict=True)):
@@ -150,20 +141,21 @@ class Reader(Blocks):
             found.append(self._whole(eqn, [*its, *several])[i] if either is None else either)
         return found
 
-    def _while(self, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
-        start = eqn.params["cond_nconsts"]
-        end = start + eqn.params["body_nconsts"]
+    def while_(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
+        """Returns the formulas of the values that a loop carries."""
+        start, end, condition, program = while_parts(eqn)
 
         def body(carried: list[Value]) -> tuple[list[Value], list[Value]]:
-            goes_on = self.run(eqn.params["cond_jaxpr"], [*its[:start], *carried])
-            return self.run(eqn.params["body_jaxpr"], [*its[start:end], *carried]), goes_on
+            goes_on = self.run(condition, [*its[:start], *carried])
+            return self.run(program, [*its[start:end], *carried]), goes_on
 
         found = self._loop(its[end:], body)
         if found is None:
-            return None
+            return self._whole(eqn, its)
         return self._after(found, "while", self.lies(found.others[0]), over=[run.formula for run in found.others[0]])[1]
 
-    def _scan(self, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
+    def scan(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
+        """Returns the formulas of the values that a scan carries, and of those that it puts together."""
         start, end = scan_carries(eqn)
         given = eqn.params["jaxpr"].jaxpr.invars[end:]
         found_rows = [self._row(value, aval_of(var).size) for value, var in zip(its[end:], given, strict=True)]
@@ -175,7 +167,7 @@ class Reader(Blocks):
 
         found = self._loop(its[start:end], body) if len(rows) == len(given) else None
         if found is None:
-            return None
+            return self._whole(eqn, its)
         loop, results = self._after(found, "scan", eqn.params["length"], eqn.params["reverse"])
         for value, var in zip(found.others, eqn.outvars[end - start :], strict=True):
             formula = self.formulas.of("rows", self.lies(value), over=[loop, *(run.formula for run in value)])

@@ -1,12 +1,11 @@
 """Checks whether a rule does the same to joined leaves - in a vector, in stacks - as to the leaves themselves.
 
 The check reads the rule's programs over two forms of one small layout, in which each element must have one formula
-(`_formulas`). Rules that call kernels or Python have none, and are tried with numbers on the same two forms.
+(`_formulas`). A rule that calls a kernel or Python has none, and is refused.
 """
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 
 from .._forms.form import Form, Stacks, stacked_leaves
 from .._forms.makers import stacks_in_groups, vector_of
@@ -26,7 +24,7 @@ from ._formulas import NO_FORMULA, Formulas, Value, alike_p
 from ._groups import GroupsState
 from ._named import Asked, Named, Rows, RowsJoined
 from ._reader import Reader
-from ._scaled import ByParameter, Factors, told
+from ._scaled import Factors, told
 from ._state import nodes_of, settled, steady
 
 Kinds = frozenset[tuple[str, int, int]]
@@ -36,12 +34,8 @@ ANY: Kinds = frozenset(("", rank, 1) for rank in range(4))
 """The kinds for a form in which it does not matter which leaves there are."""
 
 # Programs are read and not run, so axes may be long: rules factorise, or precondition, from some length on.
-_LONG, _TRIED = 4096, 128
-_CALLS, _UPDATES = 512, 3  # up to so many calls, until so many updates were not zero: a rule may gather, or warm up
-_SCALES = (1e-3, 1.0, 1e3)  # thresholds are passed at one scale or another
-_TOLERANCE = 1e-4  # of the largest update of a leaf; sums in another order differ by less
+_LONG = 4096
 _BY_NAME = "uses the names of leaves, which joined leaves do not have"
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it runs for milliseconds
 
 
 def kinds_of(form: Form) -> Kinds:
@@ -96,69 +90,60 @@ class _Way(NamedTuple):
     """A way to show leaves to a rule."""
 
     show: Callable[[Sequence[Any]], PyTree]
-    read: Callable[[PyTree], Sequence[Any]]  # and back to the leaves
     slots: Sequence[Sequence[int]]  # the leaves in each array that it is shown
-
-
-class _Sample(NamedTuple):
-    """A few leaves, and the two ways to show them."""
-
-    shapes: list[jax.ShapeDtypeStruct]
-    joined: _Way
-    apart: _Way
 
 
 def _difference(rule: Extended, kinds: Kinds, is_stacks: bool, extra: Mapping[str, Any]) -> str:
     """Says how a rule differs over joined leaves; the empty text if it does not."""
     asked = Asked()
-    sample = _few(kinds, is_stacks, _LONG, Rows if is_stacks else Named, asked)
-    if not is_stacks and _has_groups(rule, jax.eval_shape(sample.joined.show, sample.shapes)):
+    shapes, ways = _few(kinds, is_stacks, asked)
+    if not is_stacks and _has_groups(rule, jax.eval_shape(ways[0].show, shapes)):
         return _BY_NAME
-    formulas = Formulas()
-    joined, apart = (_updates(formulas, rule, way, sample.shapes, extra) for way in (sample.joined, sample.apart))
+    formulas, opaque = Formulas(), set[str]()
+    joined, apart = (_updates(formulas, opaque, rule, way, shapes, extra) for way in ways)
     if asked.names:
         return _BY_NAME
     if NO_FORMULA in (*joined, *apart):
-        gap = _gap(rule, _few(kinds, is_stacks, _TRIED, Named, asked), extra)
-        tried = "looks at the shapes of leaves: tried on a few, apart and joined, its updates differ by"
-        return "" if gap <= _TOLERANCE else f"{tried} {gap:.0e} of the largest"  # NaN is not
-    for leaf, one, two in zip(sample.shapes, joined, apart, strict=True):
+        return f"calls {', '.join(sorted(opaque))}, which may do something else to joined leaves"
+    for leaf, one, two in zip(shapes, joined, apart, strict=True):
         if one != two:
             other = f"{describe(leaf)} gets another update if it is joined"
             return f"looks at the shapes of leaves, their axes or norms: {other}"
     return ""
 
 
-def _few(kinds: Kinds, is_stacks: bool, long: int, list_of: type[Named], asked: Asked) -> _Sample:
-    """Returns a few leaves, joined and apart.
+def _few(kinds: Kinds, is_stacks: bool, asked: Asked) -> tuple[list[jax.ShapeDtypeStruct], list[_Way]]:
+    """Returns a few leaves, and the ways to show them joined and apart.
 
-    Apart they are in such a list, in which a rule over rows runs, or is one operation.
+    Apart they are in a list in which a rule over rows is one operation.
     """
-    leaves = _leaves(kinds, long)
+    leaves = _leaves(kinds)
     shapes = [leaf for _, leaf in leaves]
     groups: dict[Any, list[int]] = {group: [] for group, _, count in kinds if not count}
     for i, (group, _) in enumerate(leaves):
         groups.setdefault(group or None, []).append(i)
     layout = take_apart(shapes, None).layout
     form = stacks_in_groups(layout, groups) if is_stacks else vector_of(layout)
+    list_of = Rows if is_stacks else Named
+
+    def join(arrays: Sequence[Any]) -> PyTree:
+        return _compared(form.join(arrays)) if is_stacks else form.join(arrays)
 
     def keep_apart(arrays: Sequence[Any]) -> PyTree:
         found = {group: list_of([arrays[i] for i in slots], asked) for group, slots in groups.items()}
         return found.get(None, found)
 
-    apart = _Way(keep_apart, jtu.tree_leaves, [[i] for i in range(len(shapes))])
-    join = (lambda arrays: _compared(form.join(arrays))) if list_of is Rows else form.join
-    return _Sample(shapes, _Way(join, form.cut, form.members), apart)
+    return shapes, [_Way(join, form.members), _Way(keep_apart, [[i] for i in range(len(shapes))])]
 
 
-def _leaves(kinds: Kinds, long: int) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+def _leaves(kinds: Kinds) -> list[tuple[str, jax.ShapeDtypeStruct]]:
     """Returns leaves of some kinds, each with its group, in the order in which stacks lie in their dictionary.
 
     Each group that has leaves contains a vector and matrices, since the stack of a scalar is a vector, and so on.
     """
     known = {kind[:2] for kind in kinds}
     added = [(group, rank, 1) for group in {group for group, _, count in kinds if count} for rank in (1, 2)]
-    of_rank = {0: [()], 1: [(3,)], 2: [(2, 3), (long, long)], 3: [(2, 3, 4), (2, long, long)]}
+    of_rank = {0: [()], 1: [(3,)], 2: [(2, 3), (_LONG, _LONG)], 3: [(2, 3, 4), (2, _LONG, _LONG)]}
     found = [
         (group, jax.ShapeDtypeStruct(shape, np.float32))
         for group, rank, count in (*kinds, *(kind for kind in added if kind[:2] not in known))
@@ -184,17 +169,23 @@ def _has_groups(rule: Extended, shown: PyTree) -> bool:
 
 
 def _updates(
-    formulas: Formulas, rule: Extended, way: _Way, shapes: Sequence[jax.ShapeDtypeStruct], extra: Mapping[str, Any]
+    formulas: Formulas,
+    opaque: set[str],
+    rule: Extended,
+    way: _Way,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    extra: Mapping[str, Any],
 ) -> list[Any]:
-    """Returns a mark for the update of each leaf, equal if the updates are the same."""
+    """Returns a mark for the update of each leaf, equal if the updates are the same; adds to the opaque operations."""
     like, blocks = jax.eval_shape(way.show, shapes), range(len(way.slots))
     reader = Reader(formulas, way.slots, [leaf.size for leaf in jtu.tree_leaves(like)])
     init, state = jax.make_jaxpr(lambda params: settled(rule.init(params)), return_shape=True)(like)
-    update = jax.make_jaxpr(functools.partial(_step, rule, extra, 1.0, None))(like, state, like, np.float32(0))
+    update = jax.make_jaxpr(functools.partial(_step, rule, extra))(like, state, like, np.float32(0))
     grads, params, start = ([reader.argument(name, i) for i in blocks] for name in ("gradient", "parameter", "start"))
     found = reader.training(reader.run(init, start), functools.partial(_one_update, reader, update, grads, params))
+    opaque |= reader.opaque
     if found is None:
-        return [NO_FORMULA] * len(shapes)
+        return [object()] * len(shapes)
     rounds, updates = found
     of_slot = {slot: _mark(rounds, updates[i], i) for i in blocks for slot in way.slots[i]}
     return [of_slot[slot] for slot in range(len(shapes))]
@@ -217,18 +208,11 @@ def _mark(rounds: Any, update: Value, block: int) -> Any:
 
 
 def _step(
-    rule: Extended,
-    extra: Mapping[str, Any],
-    scale: Any,
-    by_parameter: ByParameter | None,
-    grads: PyTree,
-    state: PyTree,
-    params: PyTree,
-    value: Any,
+    rule: Extended, extra: Mapping[str, Any], grads: PyTree, state: PyTree, params: PyTree, value: Any
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the next state."""
-    known = {"value": value, "grad": grads, "value_fn": functools.partial(_loss, scale)}
-    before = told(state, by_parameter or functools.partial(_of_each_element, params))
+    known = {"value": value, "grad": grads, "value_fn": _loss}
+    before = told(state, functools.partial(_of_each_element, params))
     updates, after = rule.update(grads, before, params, **known | dict(extra))
     return updates, steady(told(after, None), state)
 
@@ -239,60 +223,6 @@ def _of_each_element(params: PyTree, given: Factors) -> PyTree:
     return jax.tree.map(lambda leaf: alike_p.bind(leaf, *numbers, program=wheres), params)
 
 
-def _of_leaves_in_turn(way: _Way, shapes: Sequence[jax.ShapeDtypeStruct], given: Factors) -> PyTree:
-    """Returns numbers as of `{where: number}` whose entries select the leaves in turn."""
-    numbers = itertools.cycle([*given.values(), 1.0])
-    return way.show([jnp.full(leaf.shape, number, leaf.dtype) for leaf, number in zip(shapes, numbers, strict=False)])
-
-
-def _loss(scale: Any, params: PyTree, *_: Any, **__: Any) -> Any:
-    """Returns the sum of squares, times a scale."""
-    return scale * sum(jnp.sum(jnp.square(leaf)) for leaf in jtu.tree_leaves(params))
-
-
-# -- Tried -------------------------------------------------------------------------------------------------------------
-
-
-def _gap(rule: Extended, sample: _Sample, extra: Mapping[str, Any]) -> float:
-    """Returns the largest difference of a leaf's updates at any scale and step, relative to the largest update."""
-    begin, both = functools.partial(_begin, rule, sample), functools.partial(_both, rule, sample, extra)
-    programs = (begin, ()), (both, (jax.eval_shape(begin), np.float32(1)))
-    if any(isinstance(const, Tracer) for f, args in programs for const in jax.make_jaxpr(f)(*args).consts):
-        raise ValueError("it calls kernels or Python, so it is tried with numbers, but it contains traced ones")
-    # Compiled ahead, they run inside jit too, where `init` may be called; only NumPy sees the values they return.
-    begin_now, both_now = (jax.jit(f).lower(*args).compile(compiler_options=_QUICK) for f, args in programs)
-    worst = 0.0
-    for scale in map(np.float32, _SCALES):
-        carries, calls, moved = begin_now(), 0, 0
-        while calls < _CALLS and moved < _UPDATES:
-            (one, first), (other, second) = both_now(carries, scale)
-            carries, calls = [first, second], calls + 1
-            moved += any(map(np.any, one))
-            for a, b in zip(map(np.asarray, one), map(np.asarray, other), strict=True):
-                gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
-                worst = float(np.maximum(worst, np.max(gap) / max(np.nanmax(np.abs([a, b])), 1e-30)))
-    return worst
-
-
-def _begin(rule: Extended, sample: _Sample) -> list[tuple[PyTree, PyTree]]:
-    """Returns the first parameters and state, in each way."""
-    rng, factors = np.random.default_rng(0), itertools.cycle((1, 30, 5))  # gradients of some leaves are larger
-    start = [
-        jnp.asarray(factor * rng.normal(size=leaf.shape).astype(np.float32))
-        for factor, leaf in zip(factors, sample.shapes, strict=False)
-    ]
-    shown = [way.show(start) for way in (sample.joined, sample.apart)]
-    return [(params, settled(rule.init(params))) for params in shown]
-
-
-def _both(
-    rule: Extended, sample: _Sample, extra: Mapping[str, Any], carries: Sequence[tuple[PyTree, PyTree]], scale: Any
-) -> list[tuple[Sequence[Any], tuple[PyTree, PyTree]]]:
-    """Takes one step in each way: the update of each leaf, and the next parameters and state."""
-    found = []
-    for way, (params, state) in zip((sample.joined, sample.apart), carries, strict=True):
-        grads = jax.tree.map(lambda leaf: 2 * scale * leaf, params)
-        by_parameter = functools.partial(_of_leaves_in_turn, way, sample.shapes)
-        updates, after = _step(rule, extra, scale, by_parameter, grads, state, params, _loss(scale, params))
-        found.append((way.read(updates), (jax.tree.map(jnp.add, params, updates), after)))
-    return found
+def _loss(params: PyTree, *_: Any, **__: Any) -> Any:
+    """Returns the sum of squares."""
+    return sum(jnp.sum(jnp.square(leaf)) for leaf in jtu.tree_leaves(params))
