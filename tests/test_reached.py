@@ -197,14 +197,41 @@ PROGRAMS = {
     ),
     "a product with zero, in doubt": (lambda m: jnp.sum(m["a"] * 0), "a"),
 }
-if hasattr(jax, "new_ref"):
 
-    def _written(m):
-        ref = jax.new_ref(jnp.zeros(3))
-        ref[...] = m["a"]
-        return ref[...].sum()
 
-    PROGRAMS["what is written in place, in doubt"] = (_written, "abcd")
+def written(m):
+    ref = jax.new_ref(m["b"])
+    ref[...] = m["a"]
+    return ref[...].sum()
+
+
+def written_in_a_loop(m):
+    ref = jax.new_ref(jnp.zeros(3))
+
+    def body(i, total):
+        ref[i] += m["a"][i] * total
+        return total + 1
+
+    jax.lax.fori_loop(0, 3, body, m["b"].sum())
+    return jax.freeze(ref).sum()
+
+
+def written_in_a_branch(m):
+    ref, unused = jax.new_ref(m["a"]), jax.new_ref(m["c"])
+
+    def write():
+        ref[...] = m["b"]
+        unused[...] = m["d"]
+
+    jax.lax.cond(m["c"][0] > 0, write, lambda: None)
+    return ref[...].sum()
+
+
+PROGRAMS |= {
+    "what is written over": (written, "a"),
+    "what is written in a loop": (written_in_a_loop, "ab"),
+    "what is written in a branch": (written_in_a_branch, "ab"),
+}
 NOT_IN_REVERSE = ("while", "a rule that fails, but is not used", "a loop of Equinox")  # the last one takes long
 
 

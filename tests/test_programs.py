@@ -1,0 +1,165 @@
+"""Random programs through `tp.moved` and `tp.reached`: parameters that change, or have a derivative, are all found.
+
+To name a parameter that does not move is allowed. To leave out one that moves is a fault.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+
+from .long import some
+
+SHAPE = (3, 2)
+DTYPES = {"a": jnp.float32, "b": jnp.float16, "c": jnp.float32, "d": jnp.bfloat16}
+# Thirds are rounded by each narrower dtype.
+MODEL = {
+    name: jnp.asarray(np.arange(1, 7).reshape(SHAPE) / 3 + i, dtype) for i, (name, dtype) in enumerate(DTYPES.items())
+}
+X = jnp.asarray(np.linspace(-1, 1, 6).reshape(SHAPE), jnp.float32)
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return 1 * x
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 2 * tangents[0]))
+
+
+def with_vjp(kept):
+    @jax.custom_vjp
+    def rule(x):
+        return 1 * x
+
+    rule.defvjp(lambda x: (1 * x, None), lambda _, cotangent: (kept * cotangent,))
+    return rule
+
+
+def of_rows(way):
+    """Leaves a single row as it is."""
+    return lambda f, v: way(f, v) if v.ndim > 1 else v
+
+
+@of_rows
+def each(f, v):
+    return jax.lax.scan(lambda carry, row: (carry, f(row)), 0, v)[1]
+
+
+@of_rows
+def backwards(f, v):
+    return jax.lax.scan(lambda carry, row: (row, f(row)), v[0], v, reverse=True)[1]
+
+
+@of_rows
+def lagging(f, v):
+    """The rows of an array, each in the round after its own."""
+    (last, _), rows = jax.lax.scan(lambda carry, row: ((f(row), carry[0]), carry[1]), (v[0], v[1]), v)
+    return rows + 0 * jnp.broadcast_to(last, rows.shape)
+
+
+def in_a_ref(f, v):
+    ref = jax.new_ref(v)
+    ref[...] = f(ref[...])
+    return ref[...]
+
+
+@of_rows
+def row_by_row(f, v):
+    ref = jax.new_ref(jnp.zeros_like(v))
+
+    def body(i, carry):
+        ref[i] = f(v[i])
+        return carry
+
+    jax.lax.fori_loop(0, 3, body, 0)
+    return ref[...]
+
+
+@of_rows
+def partly(f, v):
+    return jnp.concatenate([jax.lax.scan(lambda carry, row: (carry, f(row)), 0, v[:2])[1], v[2:]])
+
+
+def choice(seed):
+    """Returns a random function of arrays of the shape that keeps shape and dtype of its first operand."""
+    rng = np.random.default_rng(seed)
+
+    def any_of(depth):
+        f = any_of(depth - 1) if depth else lambda v: v
+        g = any_of(depth - 1) if depth else lambda v: v
+        narrow = [jnp.float16, jnp.bfloat16, jnp.float32][rng.integers(3)]
+        number = [0, 1, 1.5][rng.integers(3)]
+        ways = [
+            lambda v: f(v),
+            lambda v: f(g(v)),
+            lambda v: f(v.astype(narrow)).astype(v.dtype),
+            lambda v: f(v) + jnp.zeros_like(v),
+            lambda v: f(v) * jnp.asarray(number, v.dtype),
+            lambda v: jax.jit(f)(v),
+            lambda v: jax.checkpoint(f)(v),
+            lambda v: with_jvp(f(v)),
+            lambda v: with_vjp(number)(f(v)),
+            lambda v: each(f, v),
+            lambda v: backwards(f, v),
+            lambda v: lagging(f, v),
+            lambda v: partly(f, v),
+            lambda v: in_a_ref(f, v),
+            lambda v: row_by_row(f, v),
+            lambda v: jax.lax.cond(jnp.sum(v) > 0, f, g, v),
+            lambda v: jax.lax.fori_loop(0, 2, lambda i, u: f(u), v),
+            lambda v: jnp.ldexp(f(v), 0),
+            lambda v: jnp.where(v > 1, f(v), g(v)),
+            lambda v: jax.lax.stop_gradient(f(v)) + 0 * v,
+            lambda v: f(v)[::-1],
+            lambda v: jnp.concatenate([f(v)[:1], f(v)[1:]]),
+        ]
+        return ways[rng.integers(len(ways))]
+
+    return rng, any_of
+
+
+def a_step(seed):
+    """Returns a random step: each parameter becomes a function of one of them, mostly of itself."""
+    rng, any_of = choice(seed)
+    sources = {name: name if rng.random() < 0.7 else str(rng.choice([*DTYPES])) for name in DTYPES}
+    functions = {name: any_of(2) for name in DTYPES}
+    return lambda m: {name: functions[name](m[sources[name]]).astype(DTYPES[name]) for name in DTYPES}
+
+
+def a_loss(seed):
+    """Returns a random loss of some of the parameters."""
+    rng, any_of = choice(seed)
+    used = [name for name in DTYPES if rng.random() < 0.7]
+    functions = {name: any_of(2) for name in used}
+    cut = jax.lax.stop_gradient if rng.random() < 0.3 else lambda v: v
+    return lambda m: sum((jnp.sum(cut(functions[n](m[n])).astype(jnp.float32) * X) for n in used), jnp.zeros(()))
+
+
+def differ(a, b):
+    return np.asarray(a).tobytes() != np.asarray(b).tobytes()
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("block", some(range(200), range(4, 200)))
+def test_what_changes_is_found(block):
+    for seed in range(10 * block, 10 * block + 10):
+        step = a_step(seed)
+        after = jax.jit(step)(MODEL)
+        changed = {name for name in MODEL if differ(MODEL[name], after[name])}
+        assert changed <= set(tp.moved(step)(MODEL).paths), seed
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("block", some(range(200), range(4, 200)))
+def test_what_has_a_derivative_is_found(block):
+    for seed in range(10 * block, 10 * block + 10):
+        loss = a_loss(seed)
+        found = set(tp.reached(loss)(MODEL).paths)
+        try:
+            grads = jax.jit(jax.grad(loss))(MODEL)
+        except NotImplementedError:  # JAX differentiates few functions that write to refs
+            continue
+        assert {name for name in MODEL if np.asarray(grads[name]).any()} <= found, seed
