@@ -1,19 +1,34 @@
-"""Moves moments, averages and other arrays that belong to parameters as a plan moves the parameters."""
+"""Moves moments, averages and other arrays that belong to parameters as a plan moves the parameters.
 
-from collections.abc import Callable, Iterable, Mapping
+Where the elements of a function's results come from is found by running it on numbers: a function moves elements if it
+moves the digits of the elements' own numbers, which tell the places, and then random numbers, which must come out
+unchanged at these places. Nothing is read from its program, so any way to move elements is as good as another, a
+product with a permutation included.
+
+All numbers are so short that bfloat16 holds them, and that the narrowest of the function's dtypes does, so that casts
+within the function do no harm. The random ones lie near both ends of the range of these dtypes, on both sides of zero,
+and on it, so that bounds, roundings, thresholds and orders by value are noticed.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from .._files.names import Names
+from .._tree.dtypes import common_dtype, is_complex, is_inexact
 from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe
 from ._contents import Contents
 from ._fit import Move
-from ._program import Program
 from ._rename import Route, stack, unstack
-
-Done = dict[tuple[int, int], Any]
-"""Results that a function made together with one that was asked for, kept until they are asked for too."""
 
 
 class Movers:
@@ -32,7 +47,7 @@ class Movers:
         leaves = [i for i in contents.names if i in roots or i not in contents.aliases]
         self._model = {paths[i]: contents.spec(i) for i in leaves}
         self._comes = {paths[i]: comes[roots.get(i, i)] for i in leaves if roots.get(i, i) in comes}
-        self._programs: dict[int, Program] = {}
+        self._found: dict[int, dict[int, _Places]] = {}
 
     def check_like(self, arrays: Iterable[tuple[str, Any]], write: str) -> None:
         """Rejects a fresh state or average that has a path or a shape that the plan's model does not have."""
@@ -52,52 +67,207 @@ class Movers:
 
     def reads(self, path: str) -> tuple[str, ...]:
         """Returns those of the names that the array at a path is made from."""
-        route, number, _ = self._comes[path]
-        program = self._program(route)
-        return route.sources if program is None else tuple([route.sources[i] for i in program.reads[number]])
+        sources, places = self._comes[path].route.sources, self._places(path)
+        return sources if places is None else tuple([sources[i] for i in places.reads])
 
     def is_plain(self, path: str) -> bool:
         """Returns whether one array comes to a path unchanged, except for its dtype."""
-        route, number, _ = self._comes[path]
-        program = self._program(route)
-        return route.function is None or (program is not None and program.same[number] is not None)
+        places = self._places(path)
+        return self._comes[path].route.function is None or (places is not None and places.is_same)
 
     def how(self, path: str) -> str:
         """Returns the name of the function that makes the array for a path."""
         return self._comes[path].route.how
 
-    def move(self, path: str, read: Callable[[str], Any], done: Done) -> Any:
-        """Returns the array for a path, from the arrays that belong to the parameters it is made from."""
+    def move(self, path: str, read: Callable[[str], Any]) -> Any:
+        """Returns the array for a path, from the arrays that belong to the parameters it is made from.
+
+        It keeps the dtype of these arrays. Where no element comes it is zero.
+        """
         route, number, _ = self._comes[path]
         if route.function is None:
             return read(route.sources[0])
         if route.function is unstack:
             return read(route.sources[0])[number]
-        if (id(route), number) not in done:
-            program = self._program(route)
-            if program is None:  # rows that are stacked, or of no parameters
-                results = dict(enumerate(route(*map(read, route.sources))))
-            else:
-                results = program.results(number, lambda i: read(route.sources[i]))
-            done.update({(id(route), i): array for i, array in results.items()})
-        return done.pop((id(route), number))
+        places, names = self._places(path), self.reads(path)
+        arrays = dict(zip(names, map(read, names), strict=True))
+        if places is not None and not (
+            places.dropped is None and {it.dtype for it in arrays.values()} == {places.dtype}
+        ):
+            return places.filled(list(arrays.values()))
+        # What the result is not made from may be anything. Rows that are stacked, or of no parameters, are made of all.
+        others = {name: self.specs[name] for name in route.sources if name not in arrays}
+        arrays |= {name: jax.lax.full(spec.shape, 0, spec.dtype) for name, spec in others.items()}
+        return route(*[arrays[name] for name in route.sources])[number]
 
-    def dropped(self, path: str) -> Any:
-        """Returns where a mask has dropped elements of the array for a path; `None` if nowhere."""
-        route, number, _ = self._comes[path]
-        program = self._program(route)
-        return None if program is None else program.dropped[number]
+    def dropped(self, path: str) -> np.ndarray | None:
+        """Returns where no element comes to the array for a path; `None` if nowhere."""
+        places = self._places(path)
+        return None if places is None else places.dropped
 
     def check(self) -> None:
         """Checks that all functions of parameters only move elements."""
-        for move in self._comes.values():
-            self._program(move.route)
+        for path in self._comes:
+            self._places(path)
 
-    def _program(self, route: Route) -> Program | None:
-        """Returns the program of a function of parameters, which moves their elements; `None` if there is none."""
+    def _places(self, path: str) -> "_Places | None":
+        """Returns where the elements of a parameter come from if a function of parameters moves them."""
+        route, number, _ = self._comes[path]
         specs: list[Spec] = [self.specs[name] for name in route.sources]
-        if route.function in (None, stack, unstack) or not any(spec.parameter for spec in specs):
+        is_moved = self._model[path].parameter and any(spec.parameter for spec in specs)
+        if route.function in (None, stack, unstack) or not is_moved:
             return None
-        if id(route) not in self._programs:
-            self._programs[id(route)] = Program(route, specs)
-        return self._programs[id(route)]
+        if id(route) not in self._found:
+            self._found[id(route)] = _places_in(route, specs)
+        return self._found[id(route)][number]
+
+
+# -- Where elements come from ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Places:
+    """Where the elements of a result come from.
+
+    Attributes:
+        reads: the numbers of the arguments that it is made from.
+        numbers: for each place the number of its element, counted through these arguments; -1 if there is none.
+        is_same: whether it is the one argument, unchanged.
+        dtype: the dtype of arrays that the function itself moves without loss; `None` if of none.
+    """
+
+    reads: tuple[int, ...]
+    numbers: np.ndarray
+    is_same: bool
+    dtype: np.dtype | None
+
+    @functools.cached_property
+    def dropped(self) -> np.ndarray | None:
+        """Where no element comes, since a mask or padding makes zeros; `None` if nowhere."""
+        where = self.numbers < 0
+        return where if where.any() else None
+
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        """Returns the result for arrays that belong to the arguments that it is made from."""
+        dtype = common_dtype([array.dtype for array in arrays])
+        elements = [jnp.ravel(jnp.asarray(array).astype(dtype)) for array in arrays]
+        return jnp.concatenate([*elements, jnp.zeros(1, dtype)])[self.numbers]  # -1 is the zero
+
+
+def _places_in(route: Route, specs: Sequence[Spec]) -> dict[int, _Places]:
+    """Returns where the elements come from, for each result that is floating or complex."""
+    starts = np.cumsum([0, *(math.prod(spec.shape) * spec.parameter for spec in specs)])
+    total, how = int(starts[-1]), f"{route.how}, from {list(route.sources)} to {list(route.targets)},"
+    fresh = "begin with a fresh state and average: tx.init(model), tp.Ema(model, ...)"
+    if total >= np.iinfo(np.int32).max:
+        raise ValueError(
+            f"numbers of 32 bits cannot follow {total:,} elements, of moments and averages, through {how} at once; "
+            f"write functions of fewer, or {fresh}"
+        )
+    found, exact = _numbers(route, specs, total)
+    seen, count, places = np.zeros(total, bool), 0, dict[int, _Places]()
+    for number, its in found.items():
+        own = np.zeros(total + 1, bool)  # the last is for places without elements
+        for part in _parts(its):
+            own[part] = True
+        seen |= own[:-1]
+        count += np.count_nonzero(its >= 0)
+        # What has no elements counts as made from the first parameter, as if a mask had dropped all of it.
+        reads = [i for i, (start, stop) in enumerate(itertools.pairwise(starts)) if own[start:stop].any()]
+        reads = reads or [next(i for i, spec in enumerate(specs) if spec.parameter)]
+        begins, sizes = starts[reads], np.diff(starts)[reads]
+        skipped = begins - np.cumsum(sizes) + sizes
+        if skipped.any():
+            its -= np.int32([0, *skipped])[np.searchsorted(begins, its, side="right")]
+        is_same = len(reads) == 1 and its.shape == specs[reads[0]].shape
+        is_same = is_same and np.array_equal(its.ravel(), np.arange(its.size, dtype=np.int32))
+        places[number] = _Places(tuple(reads), its, is_same, exact)
+    # Over all results together: an element that comes out in two of them is repeated, too.
+    if not found or np.count_nonzero(seen) < count:
+        raise ValueError(
+            f"moments and averages can follow a function that moves, drops or joins elements, each at most once, "
+            f"but {how} changes or repeats them; use the plan for the parameters alone, plan(arrays), and {fresh}"
+        )
+    return places
+
+
+_Numbers = dict[int, np.ndarray]
+"""For each place of each floating or complex result the number of its element, through all parameters; -1 if none."""
+
+
+def _numbers(route: Route, specs: Sequence[Spec], total: int) -> tuple[_Numbers, np.dtype | None]:
+    """Returns the numbers, none if not all elements are moved; and the dtype in which the function loses no digit."""
+    made = jax.eval_shape(route, *[jax.ShapeDtypeStruct(*spec[:2]) for spec in specs])
+    dtypes = {jnp.dtype(each.dtype) for each in (*specs, *made) if is_inexact(each.dtype)}
+    found = _numbers_in(dtypes, route, specs, total)
+    if found:
+        return found, dtypes.pop() if len(dtypes) == 1 else None
+    return _numbers_in(dtypes | {jnp.dtype(jnp.bfloat16)}, route, specs, total), None
+
+
+def _numbers_in(dtypes: Set[np.dtype], route: Route, specs: Sequence[Spec], total: int) -> _Numbers:
+    """Returns the numbers, found with digits and letters that all of these dtypes hold."""
+    digits = min(jnp.finfo(dtype).nmant for dtype in dtypes)
+    lowest = max(math.ceil(math.log2(jnp.finfo(dtype).smallest_normal)) for dtype in dtypes)
+    highest = min(math.floor(math.log2(jnp.finfo(dtype).max)) for dtype in dtypes) - 1
+    bits, numbers = min(digits + 1, highest + 1, 16), dict[int, np.ndarray]()
+    for place in range(0, max(1, (total - 1).bit_length()), bits):
+        index = np.arange(total, dtype=np.int32)
+        index >>= place
+        index &= 2**bits - 1
+        _, results = _tried(route, specs, np.arange(1.0, 2**bits + 1), index)
+        for i, own in results.items():
+            with np.errstate(invalid="ignore"):  # of what is no digit, which the letters notice
+                its = (own.real.astype(np.int32) - 1) << place
+            numbers[i] = its + numbers.get(i, 0)
+    if any((its >= total).any() for its in numbers.values()):
+        return {}
+    letters, common = _letters(digits, lowest, highest), common_dtype(dtypes)
+    index = np.random.default_rng(0).integers(0, letters.size, total, dtype=np.uint8)
+    for turn in range(len(letters) if total < 2**20 else 2):  # of many elements some get each letter
+        given, results = _tried(route, specs, np.roll(letters, turn, axis=0).T.ravel(), index, turn)
+        elements = np.concatenate([*(np.ravel(own).astype(common) for own in given), np.zeros(1, common)])
+        for i, own in results.items():
+            numbers[i] = np.maximum(numbers[i], -1)
+            pairs = zip(_parts(numbers[i]), _parts(own), strict=True)
+            if not all(np.array_equal(elements[at], it.astype(common)) for at, it in pairs):
+                return {}
+    return numbers
+
+
+def _letters(digits: int, lowest: int, highest: int) -> np.ndarray:
+    """Returns rows of numbers of so many binary digits: large, below zero too, small, below too, and others with zeros.
+
+    An element gets one of each row, in turns.
+    """
+    rng, count = np.random.default_rng(0), 50
+
+    def drawn(low: int, high: int) -> np.ndarray:
+        exponents = rng.integers(low, high, count, endpoint=True)
+        return np.ldexp(1 + rng.integers(0, 2**digits, count) / 2**digits, exponents)
+
+    large, small = (highest // 2, highest), (lowest, lowest // 2)
+    signs = rng.integers(-1, 1, count, endpoint=True)
+    return np.stack([drawn(*large), -drawn(*large), drawn(*small), -drawn(*small), signs * drawn(-3, 3)])
+
+
+def _tried(
+    route: Route, specs: Sequence[Spec], letters: np.ndarray, index: np.ndarray, turn: int = 0
+) -> tuple[list[np.ndarray], dict[int, np.ndarray]]:
+    """Returns the parameters that spell an index in letters, and the floating and complex results of a function."""
+    given, rest = list[Any](), index
+    for spec in (spec for spec in specs if spec.parameter):
+        own = (letters + 1j * letters[::-1] if is_complex(spec.dtype) else letters).astype(spec.dtype)
+        its, rest = np.split(rest, [math.prod(spec.shape)])
+        given.append(np.concatenate([own[part] for part in _parts(its)]).reshape(spec.shape))
+    arrays = iter(given)
+    with jax.ensure_compile_time_eval():
+        # Other arrays change from turn to turn, so that what depends on them is noticed.
+        whole = [next(arrays) if spec.parameter else jax.lax.full(spec.shape, turn % 2, spec.dtype) for spec in specs]
+        results = route(*map(jnp.asarray, whole))
+        return given, {i: np.asarray(own) for i, own in enumerate(results) if is_inexact(own.dtype)}
+
+
+def _parts(array: np.ndarray) -> list[np.ndarray]:
+    """Returns the elements in parts: as an index, they are copied to 64 bits."""
+    return np.array_split(array.ravel(), 1 + array.size // 2**20)
