@@ -5,9 +5,10 @@ moves the digits of the elements' own numbers, which tell the places, and then r
 unchanged at these places. Nothing is read from its program, so any way to move elements is as good as another, a
 product with a permutation included.
 
-All numbers are so short that bfloat16 holds them, and that the narrowest of the function's dtypes does, so that casts
-within the function do no harm. The random ones lie near both ends of the range of these dtypes, on both sides of zero,
-and on it, so that bounds, roundings, thresholds and orders by value are noticed.
+All numbers are such that the narrowest of the function's dtypes holds them and, if it loses digits of these, that
+bfloat16 holds them too, so that casts within the function do no harm. The random ones lie near both ends of the range of
+these dtypes, between them, on both sides of zero, and on it, so that bounds, roundings, thresholds and orders by value
+are noticed.
 """
 
 import dataclasses
@@ -191,54 +192,65 @@ def _places_in(route: Route, specs: Sequence[Spec]) -> dict[int, _Places]:
     return places
 
 
-_Numbers = dict[int, np.ndarray]
-"""For each place of each floating or complex result the number of its element, through all parameters; -1 if none."""
+def _numbers(route: Route, specs: Sequence[Spec], total: int) -> tuple[dict[int, np.ndarray], np.dtype | None]:
+    """Returns for each floating or complex result the numbers of its elements, through all parameters; -1 if none.
 
-
-def _numbers(route: Route, specs: Sequence[Spec], total: int) -> tuple[_Numbers, np.dtype | None]:
-    """Returns the numbers, none if not all elements are moved; and the dtype in which the function loses no digit."""
+    There are no numbers if not all elements are moved. Also returns the dtype in which the function loses no digit.
+    """
     made = jax.eval_shape(route, *[jax.ShapeDtypeStruct(*spec[:2]) for spec in specs])
     dtypes = {jnp.dtype(each.dtype) for each in (*specs, *made) if is_inexact(each.dtype)}
-    found = _numbers_in(dtypes, route, specs, total)
-    if found:
-        return found, dtypes.pop() if len(dtypes) == 1 else None
-    return _numbers_in(dtypes | {jnp.dtype(jnp.bfloat16)}, route, specs, total), None
+    for held in (dtypes, {*dtypes, jnp.dtype(jnp.bfloat16)}):
+        numbers = {i: np.zeros(each.shape, np.int32) for i, each in enumerate(made) if is_inexact(each.dtype)}
+        if _are_found(numbers, held, route, specs, total):
+            return numbers, next(iter(dtypes)) if len(dtypes) == 1 and held == dtypes else None
+    return {}, None
 
 
-def _numbers_in(dtypes: Set[np.dtype], route: Route, specs: Sequence[Spec], total: int) -> _Numbers:
-    """Returns the numbers, found with digits and letters that all of these dtypes hold."""
+def _are_found(
+    numbers: dict[int, np.ndarray], dtypes: Set[np.dtype], route: Route, specs: Sequence[Spec], total: int
+) -> bool:
+    """Adds the numbers to zeros, found with digits and letters that all of these dtypes hold, and checks them."""
     digits = min(jnp.finfo(dtype).nmant for dtype in dtypes)
     lowest = max(math.ceil(math.log2(jnp.finfo(dtype).smallest_normal)) for dtype in dtypes)
     highest = min(math.floor(math.log2(jnp.finfo(dtype).max)) for dtype in dtypes) - 1
-    bits, numbers = min(digits + 1, highest + 1, 16), dict[int, np.ndarray]()
+    bits, common = min(digits + 1, highest + 1, 16), common_dtype(dtypes)
     for place in range(0, max(1, (total - 1).bit_length()), bits):
-        index = np.arange(total, dtype=np.int32)
-        index >>= place
-        index &= 2**bits - 1
-        _, results = _tried(route, specs, np.arange(1.0, 2**bits + 1), index)
-        for i, own in results.items():
-            with np.errstate(invalid="ignore"):  # of what is no digit, which the letters notice
-                its = (own.real.astype(np.int32) - 1) << place
-            numbers[i] = its + numbers.get(i, 0)
+        index = (np.arange(total, dtype=np.int32) >> place & 2**bits - 1).astype(np.uint16)
+        if not _are_added(numbers, _tried(route, specs, np.arange(1.0, 2**bits + 1), index, common)[1], place):
+            return False
+    for its in numbers.values():
+        np.maximum(its, -1, out=its)
     if any((its >= total).any() for its in numbers.values()):
-        return {}
-    letters, common = _letters(digits, lowest, highest), common_dtype(dtypes)
-    index = np.random.default_rng(0).integers(0, letters.size, total, dtype=np.uint8)
-    for turn in range(len(letters) if total < 2**20 else 2):  # of many elements some get each letter
-        given, results = _tried(route, specs, np.roll(letters, turn, axis=0).T.ravel(), index, turn)
-        elements = np.concatenate([*(np.ravel(own).astype(common) for own in given), np.zeros(1, common)])
-        for i, own in results.items():
-            numbers[i] = np.maximum(numbers[i], -1)
-            pairs = zip(_parts(numbers[i]), _parts(own), strict=True)
-            if not all(np.array_equal(elements[at], it.astype(common)) for at, it in pairs):
-                return {}
-    return numbers
+        return False
+    letters = _letters(digits, lowest, highest)
+    index = np.random.default_rng(0).integers(0, letters.shape[1], total, dtype=np.uint8)
+    turns = letters if total < 2**20 else letters[:2]  # some of many elements get each letter in one turn
+    return all(_are_at(numbers, *_tried(route, specs, own, index, common, turn)) for turn, own in enumerate(turns))
+
+
+def _are_added(numbers: dict[int, np.ndarray], results: dict[int, np.ndarray], place: int) -> bool:
+    """Adds the digits that a function has moved to numbers, at their binary place; returns whether all are whole."""
+    for i, its in numbers.items():
+        for at, own in zip(_parts(its), _parts(results[i].real), strict=True):
+            with np.errstate(invalid="ignore"):
+                digits = own.astype(np.int32)
+            if not np.array_equal(digits.astype(own.dtype), own):
+                return False
+            at += (digits - 1) << place
+    return True
+
+
+def _are_at(numbers: dict[int, np.ndarray], elements: np.ndarray, results: dict[int, np.ndarray]) -> bool:
+    """Returns whether results have the elements with these numbers, unchanged."""
+    pairs = ((at, own) for i, its in numbers.items() for at, own in zip(_parts(its), _parts(results[i]), strict=True))
+    return all(np.array_equal(elements[at], own.astype(elements.dtype)) for at, own in pairs)
 
 
 def _letters(digits: int, lowest: int, highest: int) -> np.ndarray:
-    """Returns rows of numbers of so many binary digits: large, below zero too, small, below too, and others with zeros.
+    """Returns numbers of so many binary digits, those of each turn in a row.
 
-    An element gets one of each row, in turns.
+    They are moderate in the first turn, with zeros, and zeros alone in the last. In each of those between they are
+    large and small, of both signs; an element gets one of each kind, in turns.
     """
     rng, count = np.random.default_rng(0), 50
 
@@ -246,28 +258,35 @@ def _letters(digits: int, lowest: int, highest: int) -> np.ndarray:
         exponents = rng.integers(low, high, count, endpoint=True)
         return np.ldexp(1 + rng.integers(0, 2**digits, count) / 2**digits, exponents)
 
-    large, small = (highest // 2, highest), (lowest, lowest // 2)
-    signs = rng.integers(-1, 1, count, endpoint=True)
-    return np.stack([drawn(*large), -drawn(*large), drawn(*small), -drawn(*small), signs * drawn(-3, 3)])
+    large, small, moderate = (highest // 2, highest), (lowest, lowest // 2), (max(lowest, -3), min(highest, 3))
+    kinds = np.stack([drawn(*large), -drawn(*large), drawn(*small), -drawn(*small)])
+    first = np.concatenate([drawn(*moderate) * sign for sign in (1, -1, 1, 0)])
+    return np.stack([first, *(np.roll(kinds, turn, axis=0).T.ravel() for turn in range(4)), np.zeros(kinds.size)])
 
 
 def _tried(
-    route: Route, specs: Sequence[Spec], letters: np.ndarray, index: np.ndarray, turn: int = 0
-) -> tuple[list[np.ndarray], dict[int, np.ndarray]]:
-    """Returns the parameters that spell an index in letters, and the floating and complex results of a function."""
-    given, rest = list[Any](), index
-    for spec in (spec for spec in specs if spec.parameter):
-        own = (letters + 1j * letters[::-1] if is_complex(spec.dtype) else letters).astype(spec.dtype)
-        its, rest = np.split(rest, [math.prod(spec.shape)])
-        given.append(np.concatenate([own[part] for part in _parts(its)]).reshape(spec.shape))
-    arrays = iter(given)
+    route: Route, specs: Sequence[Spec], letters: np.ndarray, index: np.ndarray, dtype: np.dtype, turn: int = 0
+) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """Runs a function on elements that spell an index in letters.
+
+    Returns these elements, with a zero after them, and the floating and complex results.
+    """
+    elements, given, start = np.zeros(len(index) + 1, dtype), list[Any](), 0
     with jax.ensure_compile_time_eval():
-        # Other arrays change from turn to turn, so that what depends on them is noticed.
-        whole = [next(arrays) if spec.parameter else jax.lax.full(spec.shape, turn % 2, spec.dtype) for spec in specs]
-        results = route(*map(jnp.asarray, whole))
-        return given, {i: np.asarray(own) for i, own in enumerate(results) if is_inexact(own.dtype)}
+        for spec in specs:
+            if not spec.parameter:  # it changes from turn to turn, so that what depends on it is noticed
+                given.append(jax.lax.full(spec.shape, turn, spec.dtype))
+                continue
+            its = slice(start, start := start + math.prod(spec.shape))
+            table = (letters + 1j * letters[::-1] if is_complex(spec.dtype) else letters).astype(dtype)
+            for part, at in zip(_parts(elements[its]), _parts(index[its]), strict=True):
+                part[:] = table[at]
+            own = elements[its] if is_complex(spec.dtype) else elements[its].real
+            given.append(jnp.asarray(own.reshape(spec.shape).astype(spec.dtype, copy=False)))
+        results = enumerate(route(*given))
+        return elements, {i: np.asarray(own) for i, own in results if is_inexact(own.dtype)}
 
 
 def _parts(array: np.ndarray) -> list[np.ndarray]:
-    """Returns the elements in parts: as an index, they are copied to 64 bits."""
-    return np.array_split(array.ravel(), 1 + array.size // 2**20)
+    """Returns the elements in parts, of which one at a time is copied, such as to the 64 bits of an index."""
+    return np.array_split(array.reshape(-1), 1 + array.size // 2**20)
