@@ -201,7 +201,7 @@ _MOVES = {
     "take": lambda x: jnp.take(x, _ROWS, axis=1),
     "split": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1]),
     "stack": lambda x: jnp.stack([x[2], x[0], x[1], x[3]], axis=1),
-    "mask": lambda x: x * np.tri(4, dtype=np.float32),
+    "mask": lambda x: x * np.tri(4).astype(x.dtype),
     "pad": lambda x: jnp.pad(x[1:, :3], ((0, 1), (1, 0))),
     "where": lambda x: jnp.where(np.eye(4, dtype=bool), x, x.T),
     "narrow": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
@@ -266,7 +266,7 @@ def test_sizes_of_one_to_three_digits(shape):
     source, flat = {"w": jnp.zeros(shape, dtype)}, {"w": jnp.zeros((values.size,), dtype)}
     got = _moved(source, flat, None, {"w": lambda x: x.T.ravel()[::-1]}, {"w": values})
     np.testing.assert_array_equal(got["w"], values.T.ravel()[::-1])
-    changes = [lambda x: x.at[-1].set(jnp.abs(x[-1]))] if values.size else []
+    changes = [lambda x: x.at[-1].set(jnp.abs(x[-1]))] if shape and values.size else []
     # Of 300 rows of 256 this is right on all digits, each of which is that of the row or that of the column.
     changes += [lambda x: x[:1] + x[:, :1] - x[:1, :1]] if shape == (300, 256) else []
     for change in changes:

@@ -6,9 +6,9 @@ unchanged at these places. Nothing is read from its program, so any way to move 
 product with a permutation included.
 
 All numbers are such that the narrowest of the function's dtypes holds them and, if it loses digits of these, that
-bfloat16 holds them too, so that casts within the function do no harm. The random ones lie near both ends of the range of
-these dtypes, between them, on both sides of zero, and on it, so that bounds, roundings, thresholds and orders by value
-are noticed.
+bfloat16 holds them too, so that casts within the function do no harm. The random ones lie near both ends of the range
+of these dtypes, between them, on both sides of zero, and on it, so that bounds, roundings, thresholds and orders by
+value are noticed.
 """
 
 import dataclasses
