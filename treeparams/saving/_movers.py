@@ -86,15 +86,12 @@ class Movers:
         It keeps the dtype of these arrays. Where no element comes it is zero.
         """
         route, number, _ = self._comes[path]
-        if route.function is None:
-            return read(route.sources[0])
+        arrays, places = {name: read(name) for name in self.reads(path)}, self._places(path)
+        if self.is_plain(path):
+            return next(iter(arrays.values()))
         if route.function is unstack:
-            return read(route.sources[0])[number]
-        places, names = self._places(path), self.reads(path)
-        arrays = dict(zip(names, map(read, names), strict=True))
-        if places is not None and not (
-            places.dropped is None and {it.dtype for it in arrays.values()} == {places.dtype}
-        ):
+            return arrays[route.sources[0]][number]
+        if places is not None and not places.are_kept(arrays.values()):
             return places.filled(list(arrays.values()))
         # What the result is not made from may be anything. Rows that are stacked, or of no parameters, are made of all.
         others = {name: self.specs[name] for name in route.sources if name not in arrays}
@@ -148,6 +145,11 @@ class _Places:
         where = self.numbers < 0
         return where if where.any() else None
 
+    def are_kept(self, arrays: Iterable[Any]) -> bool:
+        """Returns whether the function itself moves these arrays, and loses nothing."""
+        # Where it makes zeros it may do so by a product, which makes no zeros of what is not finite.
+        return self.dropped is None and all(array.dtype == self.dtype for array in arrays)
+
     def filled(self, arrays: Sequence[Any]) -> Any:
         """Returns the result for arrays that belong to the arguments that it is made from."""
         dtype = common_dtype([array.dtype for array in arrays])
@@ -179,7 +181,7 @@ def _places_in(route: Route, specs: Sequence[Spec]) -> dict[int, _Places]:
         begins, sizes = starts[reads], np.diff(starts)[reads]
         skipped = begins - np.cumsum(sizes) + sizes
         if skipped.any():
-            its -= np.int32([0, *skipped])[np.searchsorted(begins, its, side="right")]
+            its -= np.array([0, *skipped], np.int32)[np.searchsorted(begins, its, side="right")]
         is_same = len(reads) == 1 and its.shape == specs[reads[0]].shape
         is_same = is_same and np.array_equal(its.ravel(), np.arange(its.size, dtype=np.int32))
         places[number] = _Places(tuple(reads), its, is_same, exact)
@@ -231,7 +233,7 @@ def _are_found(
 def _are_added(numbers: dict[int, np.ndarray], results: dict[int, np.ndarray], place: int) -> bool:
     """Adds the digits that a function has moved to numbers, at their binary place; returns whether all are whole."""
     for i, its in numbers.items():
-        for at, own in zip(_parts(its), _parts(results[i].real), strict=True):
+        for at, own in zip(_parts(its), _parts(np.real(results[i])), strict=True):
             with np.errstate(invalid="ignore"):
                 digits = own.astype(np.int32)
             if not np.array_equal(digits.astype(own.dtype), own):
@@ -281,7 +283,7 @@ def _tried(
             table = (letters + 1j * letters[::-1] if is_complex(spec.dtype) else letters).astype(dtype)
             for part, at in zip(_parts(elements[its]), _parts(index[its]), strict=True):
                 part[:] = table[at]
-            own = elements[its] if is_complex(spec.dtype) else elements[its].real
+            own = elements[its] if is_complex(spec.dtype) else np.real(elements[its])
             given.append(jnp.asarray(own.reshape(spec.shape).astype(spec.dtype, copy=False)))
         results = enumerate(route(*given))
         return elements, {i: np.asarray(own) for i, own in results if is_inexact(own.dtype)}
