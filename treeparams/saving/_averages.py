@@ -1,5 +1,7 @@
 """Carries averages of the old model over to the new one."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -14,7 +16,7 @@ from .._tree.dtypes import Array, in_dtype
 from .._tree.paths import nearest, quote
 from .._tree.text import describe, first_few
 from ..optim._state import in_own_buffers
-from ._movers import Done, Movers
+from ._movers import Movers
 
 M = TypeVar("M")
 
@@ -31,28 +33,29 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
     shadows, treedef = jtu.tree_flatten(like.shadow)
     trained, kept = dict(zip(like.rest.layout.paths, shadows, strict=True)), kept_arrays(like.rest)
     movers.check_like([*trained.items(), *kept.items()], "tp.Ema(model, ...)")
-    done: Done = {}
-    shadow, others = ([_moved(movers, source, *each, done) for each in its.items()] for its in (trained, kept))
+    # Of an array that is split, each result asks for the whole array, one after another.
+    read = functools.lru_cache(maxsize=4)(functools.partial(_average_of, source))
+    shadow, others = ([_moved(movers, read, *each) for each in its.items()] for its in (trained, kept))
     rest = with_kept_arrays(like.rest, others)
     made = jtu.tree_unflatten(treedef, shadow), rest, *(jnp.asarray(source[name]) for name in ("count", "weight"))
     return in_own_buffers(eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), like, made))
 
 
-def _moved(movers: Movers, source: Names, path: str, like: Array, done: Done) -> Array:
+def _moved(movers: Movers, average_of: Callable[[str], Any], path: str, like: Array) -> Array:
     """Returns the average for a path of the new model; the fresh one if nothing comes there."""
     if not movers.sources(path):
         return like
     is_plain = movers.is_plain(path)
 
     def read(name: str) -> Any:
-        array, want = _average_of(source, movers.roots.get(name, name)), movers.specs[name]
+        array, want = average_of(movers.roots.get(name, name)), movers.specs[name]
         if not is_plain and array.shape != want.shape:
             raise ValueError(
                 f"the average of {name!r} is {describe(array)}, but the plan's source has {describe(want)}"
             )
         return array
 
-    new = movers.move(path, read, done)
+    new = movers.move(path, read)
     if new.shape != like.shape:
         raise ValueError(f"the average of {path!r} is {describe(new)}, but like has {describe(like)} there")
     return placed(path, in_dtype(new, like.dtype), like)

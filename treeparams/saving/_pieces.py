@@ -1,6 +1,5 @@
 """The pieces of a state of the new model: those of each parameter, and those that a whole history shares."""
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -16,7 +15,7 @@ from .._tree.dtypes import is_inexact
 from .._tree.paths import join_path, quote
 from ..optim._groups import Group
 from ._before import Before, Source, labelled_in, members_in, unlabelled
-from ._movers import Done, Movers
+from ._movers import Movers
 
 
 class Home(NamedTuple):
@@ -46,7 +45,6 @@ class Moving:
     fresh: Copies
     homes: dict[str, Home | None]
     groups: Sequence[Group]
-    _done: dict[Place, Done] = dataclasses.field(default_factory=lambda: collections.defaultdict(dict))
 
     def reads(self, path: str) -> list[tuple[str, Before]]:
         """Returns the old parameters that a new one is made from, each with its history."""
@@ -65,7 +63,7 @@ class Moving:
         specs = [self.movers.specs[name] for name in names]
         are_like = all(it.shape == spec.shape and is_inexact(it.dtype) for it, spec in zip(arrays, specs, strict=True))
         if are_like and _shape_alone(fresh, shape) == shape:
-            array = self.movers.move(path, read, self._done[place])
+            array = self.movers.move(path, read)
             dropped = self.movers.dropped(path)
             if dropped is not None:
                 begun = self.begun(place, path).alone(shape)
