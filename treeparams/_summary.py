@@ -2,8 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import jax.tree_util as jtu
 
 from ._forms.restructure import Restructure, known_leaves
 from ._slots.index import Index
@@ -50,7 +52,7 @@ class Summary:
         totals: one row per role, `"trained"`, `"frozen"` and `"other"`, with `.arrays`, `.elements` and `.nbytes`.
     """
 
-    def __init__(self, rows: Sequence[Row], shown: Sequence[Row], narrow: str, values: str) -> None:
+    def __init__(self, rows: Sequence[Row], shown: Sequence[Row], notes: Mapping[str, str]) -> None:
         """Used by this library; write `tp.summary(model)`."""
         self.rows = tuple(rows)
         self.totals = {role: _joined(role, [row for row in rows if row.role == role]) for role in _ROLES}
@@ -64,10 +66,7 @@ class Summary:
                 counts = ((total.elements, "element"), (total.arrays, "array"))
                 words = " in ".join(f"{count:,} {noun}{'s' if count != 1 else ''}" for count, noun in counts)
                 below.append([role, f"{words}, {in_bytes(total.nbytes)}"])
-        if narrow:
-            below.append(["narrow", narrow])
-        if values:
-            below.append(["no arrays", values])
+        below += [[word, text] for word, text in notes.items() if text]
         self._blocks = [Table(header, lines, right=_NUMBERS), "", Table(below[0], below[1:])]
 
     def __repr__(self) -> str:
@@ -170,7 +169,15 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
             _joined(path, list(members))
             for path, members in itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
         ]
-    return Summary(rows, shown, _of_narrow(index, rows), no_arrays(structure))
+    notes = {"narrow": _of_narrow(index, rows), "no arrays": no_arrays(structure)}
+    for node in jtu.tree_leaves(model, is_leaf=_has_notes):
+        notes |= node.summary_notes() if _has_notes(node) else {}
+    return Summary(rows, shown, notes)
+
+
+def _has_notes(node: object) -> bool:
+    """Returns whether a node has more to say in a summary, as a state of an optimiser does."""
+    return hasattr(type(node), "summary_notes")
 
 
 def _of_narrow(index: Index, rows: Sequence[Row]) -> str:

@@ -12,7 +12,7 @@ from .._tree.structure import is_array
 from .._tree.text import describe
 from ._groups import group_name, groups_in
 from ._per_leaf import PerLeafState
-from ._state import TrainableState, check_state, free_rates, map_injected, nodes_of
+from ._state import TrainableState, check_state, free_rates, map_injected, nodes_of, noticed
 
 S = TypeVar("S")
 
@@ -46,6 +46,7 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
             differs.
     """
     check_state(state)
+    state = noticed(state)
     if isinstance(group, (int, float)) or is_array(group):
         raise TypeError(f"expected a group, or hyperparameters by name as in learning_rate=0.1; got {group!r:.40}")
     if isinstance(group, TrainableState):

@@ -227,16 +227,22 @@ class Report:
     Attributes:
         groups: `{path: group}` of each trained parameter; the empty text if all share one optimiser.
         table: the rows, as the texts that are printed.
+        stuck: the parameters that no step changes, in words; see `TrainableState.stuck`.
     """
 
     groups: dict[str, str]
     table: Table
+    stuck: str = ""
 
     def __repr__(self) -> str:
-        return as_text([self.table])
+        return as_text(self._blocks)
 
     def _repr_html_(self) -> str:
-        return as_html([self.table])
+        return as_html(self._blocks)
+
+    @property
+    def _blocks(self) -> list[Table | str]:
+        return [self.table, "", self.stuck] if self.stuck else [self.table]
 
 
 Report.__module__ = "treeparams.optim"
@@ -303,4 +309,4 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
         counts = steps.get(leaf, ["", ""]) if state is not None else []
         row = [path, ",".join(map(str, spec.shape)), str(spec.dtype), group, *counts, narrow.get(path, "")]
         rows.append(row[: len(header)])
-    return Report(groups, Table(header, rows, [5]))
+    return Report(groups, Table(header, rows, [5]), state.stuck if state is not None else "")

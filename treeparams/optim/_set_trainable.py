@@ -21,7 +21,7 @@ from .._slots.trainable import retrained
 from .._slots.where import Leaves, Where
 from .._tree.text import describe
 from .._tree.types import PyTree
-from ._boundary import taken_apart
+from ._boundary import counting, taken_apart
 from ._history import History, check_no_memory, regrouped
 from ._rule import Rule
 from ._state import (
@@ -31,6 +31,7 @@ from ._state import (
     in_own_buffers,
     map_injected,
     nodes_of,
+    noticed,
     rates_in,
     rule_of,
 )
@@ -112,7 +113,7 @@ def set_trainable(
         raise ValueError("call set_trainable between steps, outside of jax.jit: it changes the compiled program")
 
     def change(node: Any) -> Any:
-        return _changed(rule, node, model, choice, reset) if _is_ours(node) else node
+        return _changed(rule, noticed(node), model, choice, reset) if _is_ours(node) else node
 
     return in_own_buffers(jax.tree.map(change, state, is_leaf=_is_ours), jax.tree.leaves(model))
 
@@ -151,7 +152,10 @@ def _changed(
         # Numbered after the histories that stay, so that repeated resets give one number, and a step one program.
         running.append(_begun(rule, begin, histories, _next_origin([*running, *held])))
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
-    return _state_of(parts.layout, running, held)
+    still = state.still
+    if not isinstance(still, tuple):
+        still = jnp.where(np.isin(list(parts.index.narrow), list(anew)), 0, still)
+    return _state_of(parts.layout, running, held, still)
 
 
 def _told_apart(histories: Sequence[History]) -> list[History]:
@@ -192,14 +196,14 @@ def _at(rule: Rule, histories: Sequence[History], positions: frozenset[int]) -> 
     return result
 
 
-def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History]) -> TrainableState:
+def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History], still: Any) -> TrainableState:
     """Returns the state of these histories."""
     both = (*running, *held)
     origins, divisions = (tuple(map(operator.attrgetter(name), both)) for name in ("origin", "division"))
     runs, waiting = (tuple([history.state for history in side]) for side in (running, held))
     run_at, wait_at = (tuple([index_of(history.layout).positions for history in side]) for side in (running, held))
     roles = Roles(layout, run_at, wait_at, origins, divisions)
-    return TrainableState(runs, waiting, tuple([history.count for history in both]), roles)
+    return counting(TrainableState(runs, waiting, tuple([history.count for history in both]), roles, still))
 
 
 def _with_rates(rule: Rule, fresh: PyTree, layout: Layout, histories: Sequence[History]) -> PyTree:
