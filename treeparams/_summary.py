@@ -129,7 +129,8 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     <BLANKLINE>
     trained  12 elements in 2 arrays, 48 B
 
-    To see which group of an optimiser each parameter is in, use `optim.report`.
+    To see which group of an optimiser each parameter is in, use `optim.report`. For a state of `optim.trainable`, the
+    line "stuck" names narrow parameters that steps leave as they were.
 
     Args:
         model: any pytree, also with `jax.ShapeDtypeStruct`s as leaves; or a `Restructure`.

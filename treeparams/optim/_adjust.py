@@ -41,6 +41,9 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     Returns:
         The new state.
 
+    Warns:
+        UserWarning: steps leave a bfloat16 or float16 parameter as it was; see `TrainableState.stuck`.
+
     Raises:
         ValueError: there is no such group; there is no such hyperparameter in it, or a schedule sets it; the shape
             differs.

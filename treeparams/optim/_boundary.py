@@ -225,5 +225,6 @@ def _effect(leaf: jax.Array, step: jax.Array) -> jax.Array:
     # The bits are compared, since compilers may leave out the rounding of a sum that is compared as a number.
     after, bits = added("", leaf, step), f"uint{jnp.finfo(leaf.dtype).bits}"
     has_moved = jax.lax.bitcast_convert_type(after, bits) != jax.lax.bitcast_convert_type(leaf, bits)
-    is_step = (jnp.abs(step) > 0).astype(jnp.int8)  # in bytes, since not every compiler reduces them as it makes them
-    return jnp.max(jnp.where(has_moved, _MOVES, is_step), initial=0).astype(jnp.int32)
+    is_lost = jnp.isfinite(leaf) & (jnp.abs(step) > 0)
+    # In bytes, since not every compiler reduces the effects as it makes them.
+    return jnp.max(jnp.where(has_moved, _MOVES, is_lost.astype(jnp.int8)), initial=0).astype(jnp.int32)

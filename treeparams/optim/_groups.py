@@ -263,7 +263,8 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     c     1      float32  default  1            0
 
     If bfloat16 or float16 parameters train, the column "copy" shows the dtype of the copy that `optim.master` keeps of
-    each. A parameter with "none" loses steps that are below half the spacing between its neighbouring numbers.
+    each. A parameter with "none" loses steps that are below half the spacing between its neighbouring numbers. Those
+    that three steps or more have left as they were are named below the table; see `TrainableState.stuck`.
 
     Args:
         tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`.

@@ -92,6 +92,9 @@ def set_trainable(
     Returns:
         The new state. A frozen parameter costs no more than its held state.
 
+    Warns:
+        UserWarning: steps leave a bfloat16 or float16 parameter as it was; see `TrainableState.stuck`.
+
     Raises:
         ValueError: `tx` contains L-BFGS, which remembers all parameters together, and `reset` is not `True`; the model
             does not fit the state; the state is traced or was made by another `tx`; `reset` selects nothing, or only
@@ -112,8 +115,10 @@ def set_trainable(
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, model))):
         raise ValueError("call set_trainable between steps, outside of jax.jit: it changes the compiled program")
 
+    state = noticed(state)
+
     def change(node: Any) -> Any:
-        return _changed(rule, noticed(node), model, choice, reset) if _is_ours(node) else node
+        return _changed(rule, node, model, choice, reset) if _is_ours(node) else node
 
     return in_own_buffers(jax.tree.map(change, state, is_leaf=_is_ours), jax.tree.leaves(model))
 
