@@ -171,14 +171,10 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
             for path, members in itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
         ]
     notes = {"narrow": _of_narrow(index, rows), "no arrays": no_arrays(structure)}
-    for node in jtu.tree_leaves(model, is_leaf=_has_notes):
-        notes |= node.summary_notes() if _has_notes(node) else {}
+    has_more = lambda node: hasattr(type(node), "summary_notes")  # as a state of an optimiser has
+    for node in filter(has_more, jtu.tree_leaves(model, is_leaf=has_more)):
+        notes |= node.summary_notes()
     return Summary(rows, shown, notes)
-
-
-def _has_notes(node: object) -> bool:
-    """Returns whether a node has more to say in a summary, as a state of an optimiser does."""
-    return hasattr(type(node), "summary_notes")
 
 
 def _of_narrow(index: Index, rows: Sequence[Row]) -> str:

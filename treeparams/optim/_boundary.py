@@ -184,11 +184,9 @@ def counting(state: TrainableState) -> TrainableState:
     """Returns the state with counts of lost steps, if it is of narrow parameters without copies by `optim.master`."""
     index, roles, copied = index_of(state.layout), state.roles, _copied(state)
     kept = {leaf for positions in (*roles.running, *roles.held) for leaf in positions}
-    if not any(leaf in kept and index.structure.paths[leaf] not in copied for leaf in index.narrow):
-        return dataclasses.replace(state, still=())
-    if isinstance(state.still, tuple):
-        return dataclasses.replace(state, still=jnp.zeros(len(index.narrow), jnp.int32))
-    return state
+    is_any = any(leaf in kept and index.structure.paths[leaf] not in copied for leaf in index.narrow)
+    known = jnp.zeros(len(index.narrow), jnp.int32) if isinstance(state.still, tuple) else state.still
+    return dataclasses.replace(state, still=known if is_any else ())
 
 
 def _copied(state: TrainableState) -> set[str]:

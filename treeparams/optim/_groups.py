@@ -227,22 +227,18 @@ class Report:
     Attributes:
         groups: `{path: group}` of each trained parameter; the empty text if all share one optimiser.
         table: the rows, as the texts that are printed.
-        stuck: the parameters that no step changes, in words; see `TrainableState.stuck`.
+        notes: the lines below: the parameters that steps leave as they were, see `TrainableState.stuck`.
     """
 
     groups: dict[str, str]
     table: Table
-    stuck: str = ""
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return as_text(self._blocks)
+        return as_text([self.table, *self.notes])
 
     def _repr_html_(self) -> str:
-        return as_html(self._blocks)
-
-    @property
-    def _blocks(self) -> list[Table | str]:
-        return [self.table, "", self.stuck] if self.stuck else [self.table]
+        return as_html([self.table, *self.notes])
 
 
 Report.__module__ = "treeparams.optim"
@@ -310,4 +306,4 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
         counts = steps.get(leaf, ["", ""]) if state is not None else []
         row = [path, ",".join(map(str, spec.shape)), str(spec.dtype), group, *counts, narrow.get(path, "")]
         rows.append(row[: len(header)])
-    return Report(groups, Table(header, rows, [5]), state.stuck if state is not None else "")
+    return Report(groups, Table(header, rows, [5]), ("", state.stuck) if state is not None and state.stuck else ())

@@ -157,9 +157,8 @@ def _changed(
         # Numbered after the histories that stay, so that repeated resets give one number, and a step one program.
         running.append(_begun(rule, begin, histories, _next_origin([*running, *held])))
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
-    still = state.still
-    if not isinstance(still, tuple):
-        still = jnp.where(np.isin(list(parts.index.narrow), list(anew)), 0, still)
+    is_anew = np.isin(list(parts.index.narrow), list(anew))
+    still = jax.tree.map(lambda counts: jnp.where(is_anew, 0, counts), state.still)
     return _state_of(parts.layout, running, held, still)
 
 

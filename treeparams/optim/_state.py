@@ -149,9 +149,8 @@ def noticed(tree: PyTree) -> PyTree:
 
 
 def _noticed(state: Any) -> Any:
-    if not isinstance(state, TrainableState) or not state.stuck:
-        return state
-    unsaid = dataclasses.replace(state, still=np.maximum(state.still, 0)).stuck
+    is_known = isinstance(state, TrainableState) and state.stuck
+    unsaid = is_known and dataclasses.replace(state, still=np.maximum(state.still, 0)).stuck
     if not unsaid:
         return state
     warn(
