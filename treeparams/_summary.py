@@ -2,8 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import jax.tree_util as jtu
 
 from ._forms.restructure import Restructure, known_leaves
 from ._slots.index import Index
@@ -50,7 +52,7 @@ class Summary:
         totals: one row per role, `"trained"`, `"frozen"` and `"other"`, with `.arrays`, `.elements` and `.nbytes`.
     """
 
-    def __init__(self, rows: Sequence[Row], shown: Sequence[Row], narrow: str, values: str) -> None:
+    def __init__(self, rows: Sequence[Row], shown: Sequence[Row], notes: Mapping[str, str]) -> None:
         """Used by this library; write `tp.summary(model)`."""
         self.rows = tuple(rows)
         self.totals = {role: _joined(role, [row for row in rows if row.role == role]) for role in _ROLES}
@@ -64,10 +66,7 @@ class Summary:
                 counts = ((total.elements, "element"), (total.arrays, "array"))
                 words = " in ".join(f"{count:,} {noun}{'s' if count != 1 else ''}" for count, noun in counts)
                 below.append([role, f"{words}, {in_bytes(total.nbytes)}"])
-        if narrow:
-            below.append(["narrow", narrow])
-        if values:
-            below.append(["no arrays", values])
+        below += [[word, text] for word, text in notes.items() if text]
         self._blocks = [Table(header, lines, right=_NUMBERS), "", Table(below[0], below[1:])]
 
     def __repr__(self) -> str:
@@ -130,7 +129,8 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     <BLANKLINE>
     trained  12 elements in 2 arrays, 48 B
 
-    To see which group of an optimiser each parameter is in, use `optim.report`.
+    To see which group of an optimiser each parameter is in, use `optim.report`. For a state of `optim.trainable`, the
+    line "stuck" names narrow parameters that steps leave as they were.
 
     Args:
         model: any pytree, also with `jax.ShapeDtypeStruct`s as leaves; or a `Restructure`.
@@ -170,7 +170,11 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
             _joined(path, list(members))
             for path, members in itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
         ]
-    return Summary(rows, shown, _of_narrow(index, rows), no_arrays(structure))
+    notes = {"narrow": _of_narrow(index, rows), "no arrays": no_arrays(structure)}
+    has_more = lambda node: hasattr(type(node), "summary_notes")  # as a state of an optimiser has
+    for node in filter(has_more, jtu.tree_leaves(model, is_leaf=has_more)):
+        notes |= node.summary_notes()
+    return Summary(rows, shown, notes)
 
 
 def _of_narrow(index: Index, rows: Sequence[Row]) -> str:

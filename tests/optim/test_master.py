@@ -1,7 +1,5 @@
 """Wide copies of narrow parameters: each parameter is its copy rounded, and the copies train as Optax trains them."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -237,47 +235,6 @@ def test_functions_are_called_with_what_is_trained():
 
 
 # -- Where a narrow parameter trains without it ------------------------------------------------------------------------
-
-
-def _steps(tx, model, count, apply=None):
-    state = tx.init(model)
-    for _ in range(count):
-        grads = jax.tree.map(jnp.ones_like, model)
-        if apply is None:
-            model, state = optim.step(tx, grads, state, model)
-        else:
-            updates, state = tx.update(grads, state, model)
-            model = apply(model, updates)
-
-
-@pytest.mark.parametrize("form", [optim.flat, optim.stacked])
-def test_says_once_that_steps_are_lost(form):
-    slow = optax.sgd(optax.warmup_constant_schedule(0.0, 1e-4, 2))  # its first step is zero
-    model = {"scale": jnp.ones(2, LOW), "moves": jnp.zeros(2, LOW), form.__name__: jnp.ones(2)}
-    with pytest.warns(UserWarning, match=r"change nothing at scale: in bfloat16 .*optim\.master\(") as found:
-        _steps(form(slow), model, 3)
-    assert found[0].filename == __file__
-    _steps(form(slow), model, 4)  # once
-
-
-def test_says_nothing_else():
-    form, words = optim.trainable, lambda word: {"scale": jnp.ones(2, LOW), word: jnp.ones(2)}
-    slow = optax.sgd(1e-4)
-    _steps(form(optim.master(slow)), words("copied"), 4)
-    _steps(form(optax.sgd(1e-2)), words("moves"), 4)
-    _steps(form(optax.sgd(0.0)), words("zero"), 4)
-    _steps(form(slow), words("too early"), 2)
-    jitted = form(slow)
-    model = words("in a trace")
-    run = jax.jit(functools.partial(optim.step, jitted))
-    state = jitted.init(model)
-    for _ in range(4):
-        model, state = run(model, state, model)
-
-
-def test_says_so_with_eqx_apply_updates():
-    with pytest.warns(UserWarning, match="change nothing at w: in float16"):
-        _steps(optim.trainable(optax.sgd(1e-4)), {"w": jnp.ones(2, HALF)}, 3, eqx.apply_updates)
 
 
 def test_report_and_summary_name_narrow_parameters():

@@ -133,9 +133,18 @@ class Index:
         return tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
 
     @functools.cached_property
+    def narrow(self) -> dict[int, int]:
+        """The parameters with fewer bits than single precision, in which small steps round to zero, with their numbers.
+
+        Frozen ones are among them.
+        """
+        spec = self.structure.spec
+        return {leaf: n for n, leaf in enumerate(i for i in self.distinct if spec(i).dtype.itemsize < 4)}
+
+    @functools.cached_property
     def narrow_slots(self) -> tuple[int, ...]:
-        """The slots with fewer bits than single precision, in which small steps round to zero."""
-        return tuple([slot for slot, dtype in enumerate(self.dtypes) if dtype.itemsize < 4])
+        """The slots of those that train."""
+        return tuple([self.by_leaf[i] for i in self.narrow if self.trained[i]])
 
     # -- Trees
 

@@ -12,7 +12,7 @@ from .._tree.structure import is_array
 from .._tree.text import describe
 from ._groups import group_name, groups_in
 from ._per_leaf import PerLeafState
-from ._state import TrainableState, check_state, free_rates, map_injected, nodes_of
+from ._state import TrainableState, check_state, free_rates, map_injected, nodes_of, noticed
 
 S = TypeVar("S")
 
@@ -41,11 +41,15 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     Returns:
         The new state.
 
+    Warns:
+        UserWarning: steps leave a bfloat16 or float16 parameter as it was; see `TrainableState.stuck`.
+
     Raises:
         ValueError: there is no such group; there is no such hyperparameter in it, or a schedule sets it; the shape
             differs.
     """
     check_state(state)
+    state = noticed(state)
     if isinstance(group, (int, float)) or is_array(group):
         raise TypeError(f"expected a group, or hyperparameters by name as in learning_rate=0.1; got {group!r:.40}")
     if isinstance(group, TrainableState):

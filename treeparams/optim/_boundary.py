@@ -1,12 +1,13 @@
 """The boundary between models and Optax: checks of models, states and gradients, and updates without `None`.
 
-It also warns about narrow parameters that the first steps do not change.
+It also counts the steps that narrow parameters lose to rounding.
 """
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +16,15 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from .._slots.layout import index_of
 from .._slots.parts import Parts, take_apart
 from .._slots.trainable import MisfitError
 from .._tree.flattening import flatten
-from .._tree.messages import OURS, warn
+from .._tree.messages import OURS
 from .._tree.recognise import structure_of
 from .._tree.structure import is_array
-from .._tree.text import first_few
 from .._tree.types import PyTree
-from ._master import MasterState
+from ._master import MasterState, copies_in
 from ._state import ONE, TrainableState, nodes_of, rates_in
 from ._step import added
 
@@ -179,47 +180,49 @@ def _or_zero(leaf: Any, step: Any) -> Any:
 # -- Narrow parameters -------------------------------------------------------------------------------------------------
 
 
-class _Looks(NamedTuple):
-    """The effect of the first steps outside of a trace on the narrow parameters of one kind of model."""
-
-    seen: int  # how many
-    still: frozenset[int]  # the parameters that no step has changed
-    lost: frozenset[int]  # those that had a nonzero step which changed nothing
-
-
-_LOOKS = 3
-_looks: dict[int, _Looks] = {}  # of each kind, by the hash of its layout
+def counting(state: TrainableState) -> TrainableState:
+    """Returns the state with counts of lost steps, if it is of narrow parameters without copies by `optim.master`."""
+    index, roles, copied = index_of(state.layout), state.roles, _copied(state)
+    kept = {leaf for positions in (*roles.running, *roles.held) for leaf in positions}
+    is_any = any(leaf in kept and index.structure.paths[leaf] not in copied for leaf in index.narrow)
+    known = jnp.zeros(len(index.narrow), jnp.int32) if isinstance(state.still, tuple) else state.still
+    return dataclasses.replace(state, still=known if is_any else ())
 
 
-def notice_loss(parts: Parts[Any], steps: Sequence[Any], form: str) -> None:
-    """Warns, once for each kind of model, about narrow parameters that the first steps do not change.
-
-    `form` is the name of the transformation over models.
-    """
-    if not parts.index.narrow_slots:
-        return
-    kind, paths = hash(parts.layout), parts.layout.paths
-    seen, still, lost = _looks.get(kind, _Looks(0, frozenset(parts.index.narrow_slots), frozenset()))
-    given = [(slot, parts.slots[slot], steps[slot]) for slot in still if steps[slot] is not None]
-    if seen == _LOOKS or any(isinstance(each, Tracer) for pair in given for each in pair):
-        return
-    for slot, leaf, step in given:
-        # Outside of one program, in which the sum might never be rounded.
-        is_as_before, is_zero = map(bool, _as_before(leaf, step, added(paths[slot], leaf, step)))
-        still = still if is_as_before else still - {slot}
-        lost = lost if is_zero or not is_as_before else lost | {slot}
-    _looks[kind] = _Looks(seen + 1 if still else _LOOKS, still, lost)
-    stuck = [paths[slot] for slot in sorted(still & lost)]
-    if stuck and seen + 1 == _LOOKS:
-        dtype = parts.layout[stuck[0]].dtype
-        warn(
-            f"the first {_LOOKS} steps change nothing at {first_few(stuck)}: in {dtype} a step below half the spacing "
-            "between neighbouring numbers rounds to zero. To train it, keep float32 copies: put your optimiser inside "
-            f"optim.master, {form}(optim.master(tx))"
-        )
+def _copied(state: TrainableState) -> set[str]:
+    """Returns the parameters that `optim.master` keeps copies of."""
+    pairs = zip((*state.runs, *state.held), state.roles.divisions, strict=True)
+    return {path for run, division in pairs for owners, _ in copies_in(run, division) for path in owners.paths}
 
 
-@jax.jit
-def _as_before(leaf: jax.Array, step: jax.Array, after: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns whether a step left its parameter unchanged, and whether the step is zero."""
-    return jnp.all(after == leaf), jnp.all(step == 0)
+def counted(parts: Parts[Any], state: TrainableState, steps: Sequence[Any]) -> Any:
+    """Returns the counts of lost steps after one step of each slot."""
+    if isinstance(state.still, tuple):
+        return state.still
+    index, copied = parts.index, _copied(state)
+    pairs: list[Any] = [None] * len(index.narrow)
+    for slot in index.narrow_slots:
+        leaf = index.positions[slot]
+        if steps[slot] is not None and index.structure.paths[leaf] not in copied:
+            pairs[index.narrow[leaf]] = parts.slots[slot], steps[slot]
+    return _counted(state.still, pairs)
+
+
+_MOVES = 2
+
+
+@jax.jit  # one call outside of a trace
+def _counted(still: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array] | None]) -> jax.Array:
+    effects = jnp.stack([jnp.zeros((), jnp.int32) if pair is None else _effect(*pair) for pair in pairs])
+    return jnp.where(effects == _MOVES, 0, still + jnp.where(still < 0, -effects, effects))
+
+
+@jax.jit  # traced once for all parameters of a shape
+def _effect(leaf: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns `_MOVES` if a step changes its parameter, 1 if it is not zero and is lost, otherwise 0."""
+    # The bits are compared, since compilers may leave out the rounding of a sum that is compared as a number.
+    after, bits = added("", leaf, step), f"uint{jnp.finfo(leaf.dtype).bits}"
+    has_moved = jax.lax.bitcast_convert_type(after, bits) != jax.lax.bitcast_convert_type(leaf, bits)
+    is_lost = jnp.isfinite(leaf) & (jnp.abs(step) > 0)
+    # In bytes, since not every compiler reduces the effects as it makes them.
+    return jnp.max(jnp.where(has_moved, _MOVES, is_lost.astype(jnp.int8)), initial=0).astype(jnp.int32)

@@ -227,16 +227,18 @@ class Report:
     Attributes:
         groups: `{path: group}` of each trained parameter; the empty text if all share one optimiser.
         table: the rows, as the texts that are printed.
+        notes: the lines below: the parameters that steps leave as they were, see `TrainableState.stuck`.
     """
 
     groups: dict[str, str]
     table: Table
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return as_text([self.table])
+        return as_text([self.table, *self.notes])
 
     def _repr_html_(self) -> str:
-        return as_html([self.table])
+        return as_html([self.table, *self.notes])
 
 
 Report.__module__ = "treeparams.optim"
@@ -257,7 +259,8 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     c     1      float32  default  1            0
 
     If bfloat16 or float16 parameters train, the column "copy" shows the dtype of the copy that `optim.master` keeps of
-    each. A parameter with "none" loses steps that are below half the spacing between its neighbouring numbers.
+    each. A parameter with "none" loses steps that are below half the spacing between its neighbouring numbers. Those
+    that three steps or more have left as they were are named below the table; see `TrainableState.stuck`.
 
     Args:
         tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`.
@@ -303,4 +306,4 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
         counts = steps.get(leaf, ["", ""]) if state is not None else []
         row = [path, ",".join(map(str, spec.shape)), str(spec.dtype), group, *counts, narrow.get(path, "")]
         rows.append(row[: len(header)])
-    return Report(groups, Table(header, rows, [5]))
+    return Report(groups, Table(header, rows, [5]), ("", state.stuck) if state is not None and state.stuck else ())

@@ -29,8 +29,9 @@ from ._boundary import (
     check_no_updates,
     check_run,
     check_ties,
+    counted,
+    counting,
     note_updates,
-    notice_loss,
     refuse_another,
     taken_apart,
     zeros_filled,
@@ -48,6 +49,7 @@ from ._state import (
     extended,
     in_own_buffers,
     nodes_of,
+    noticed,
     settled,
     steady,
 )
@@ -118,7 +120,7 @@ class Rule:
         check_names(run, parts.index)
         divisions = (self.like(parts.layout, run).division,)
         roles = Roles(parts.layout, (positions,), (), (0,), divisions)
-        state = TrainableState((run,), (), (jnp.zeros((), jnp.int32),), roles)
+        state = counting(TrainableState((run,), (), (jnp.zeros((), jnp.int32),), roles))
         return in_own_buffers(state, [*parts.slots, *kept_arrays(parts.rest).values()])
 
     def fresh(self, parts: Parts[Any]) -> PyTree:
@@ -172,11 +174,14 @@ class Rule:
         parts = taken_apart(params, state, updates)
         running = histories[: len(state.runs)]
         steps, runs, counts = self.steps(parts, self._gradients(parts, updates), running, extra)
-        notice_loss(parts, steps, self._words[0])
         tree = parts.everywhere(steps)
         tree = tree if self.frozen is None else zeros_filled(params, tree)
         note_updates(parts, tree, updates)
-        return tree, TrainableState(runs, state.held, (*counts, *state.counts[len(runs) :]), state.roles)
+        seen, state = state.seen, state if state.seen & (state.seen - 1) else noticed(state)  # after 0, 1, 2, 4, 8 ...
+        still, counts = counted(parts, state, steps), (*counts, *state.counts[len(runs) :])
+        after = TrainableState(runs, state.held, counts, state.roles, still)
+        object.__setattr__(after, "seen", seen + 1)
+        return tree, after
 
     def steps(
         self, parts: Parts[Any], gradients: list[Any], histories: Sequence[History], extra: dict[str, Any]

@@ -21,7 +21,7 @@ from .._slots.trainable import retrained
 from .._slots.where import Leaves, Where
 from .._tree.text import describe
 from .._tree.types import PyTree
-from ._boundary import taken_apart
+from ._boundary import counting, taken_apart
 from ._history import History, check_no_memory, regrouped
 from ._rule import Rule
 from ._state import (
@@ -31,6 +31,7 @@ from ._state import (
     in_own_buffers,
     map_injected,
     nodes_of,
+    noticed,
     rates_in,
     rule_of,
 )
@@ -91,6 +92,9 @@ def set_trainable(
     Returns:
         The new state. A frozen parameter costs no more than its held state.
 
+    Warns:
+        UserWarning: steps leave a bfloat16 or float16 parameter as it was; see `TrainableState.stuck`.
+
     Raises:
         ValueError: `tx` contains L-BFGS, which remembers all parameters together, and `reset` is not `True`; the model
             does not fit the state; the state is traced or was made by another `tx`; `reset` selects nothing, or only
@@ -110,6 +114,8 @@ def set_trainable(
         )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, model))):
         raise ValueError("call set_trainable between steps, outside of jax.jit: it changes the compiled program")
+
+    state = noticed(state)
 
     def change(node: Any) -> Any:
         return _changed(rule, node, model, choice, reset) if _is_ours(node) else node
@@ -151,7 +157,9 @@ def _changed(
         # Numbered after the histories that stay, so that repeated resets give one number, and a step one program.
         running.append(_begun(rule, begin, histories, _next_origin([*running, *held])))
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
-    return _state_of(parts.layout, running, held)
+    is_anew = np.isin(list(parts.index.narrow), list(anew))
+    still = jax.tree.map(lambda counts: jnp.where(is_anew, 0, counts), state.still)
+    return _state_of(parts.layout, running, held, still)
 
 
 def _told_apart(histories: Sequence[History]) -> list[History]:
@@ -192,14 +200,14 @@ def _at(rule: Rule, histories: Sequence[History], positions: frozenset[int]) -> 
     return result
 
 
-def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History]) -> TrainableState:
+def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History], still: Any) -> TrainableState:
     """Returns the state of these histories."""
     both = (*running, *held)
     origins, divisions = (tuple(map(operator.attrgetter(name), both)) for name in ("origin", "division"))
     runs, waiting = (tuple([history.state for history in side]) for side in (running, held))
     run_at, wait_at = (tuple([index_of(history.layout).positions for history in side]) for side in (running, held))
     roles = Roles(layout, run_at, wait_at, origins, divisions)
-    return TrainableState(runs, waiting, tuple([history.count for history in both]), roles)
+    return counting(TrainableState(runs, waiting, tuple([history.count for history in both]), roles, still))
 
 
 def _with_rates(rule: Rule, fresh: PyTree, layout: Layout, histories: Sequence[History]) -> PyTree:

@@ -16,11 +16,13 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 import optax
 from jax.core import Tracer
 
 from .._forms.owners import Division
 from .._slots.layout import Layout, index_of
+from .._tree.messages import warn
 from .._tree.static_keys import contents
 from .._tree.structure import is_array
 from .._tree.text import describe, first_few, function_name
@@ -67,17 +69,53 @@ class TrainableState:
         held: the states of the histories that are frozen now and were trained before.
         counts: how many steps each history has taken, those of `runs` and then of `held`; int32.
         roles: the parameters of each history; static.
+        still: for each parameter with fewer bits than float32, how many nonzero steps have left it as it was since it
+            last moved; int32. Negative once a warning has named it. `()` if no such parameter trains without a copy
+            that `optim.master` keeps.
     """
 
     runs: Any  # tuples; of a state that was mapped over, anything
     held: Any
     counts: Any
     roles: Roles
+    still: Any = ()
+    seen: int = dataclasses.field(default=0, init=False, compare=False)  # steps outside of a trace that led here
 
     @property
     def layout(self) -> Layout:
         """The parameters that train, and their ties: you may pass it to any function with an argument `trainable`."""
         return self.roles.layout
+
+    @property
+    def stuck(self) -> str:
+        """The parameters that three nonzero steps or more have left as they were, in words; empty if unknown or none.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from treeparams import optim
+        >>> model, grads = {"k": jnp.ones(2, jnp.bfloat16)}, {"k": jnp.ones(2)}
+        >>> tx = optim.trainable(optax.sgd(1e-4))
+        >>> state = tx.init(model)
+        >>> for _ in range(4):  # 1 - 0.0001 rounds to 1
+        ...     model, state = optim.step(tx, grads, state, model)
+        >>> state.stuck
+        '1 of 1 leaves stuck for 4 steps: k (bfloat16)'
+        """
+        if not isinstance(self.still, (jax.Array, np.ndarray)) or isinstance(self.still, Tracer):
+            return ""
+        index = index_of(self.layout)
+        counts = np.abs(self.still).reshape(-1, len(index.narrow)).max(0)  # the most among the members of an ensemble
+        of_slots = {slot: int(counts[index.narrow[index.positions[slot]]]) for slot in index.narrow_slots}
+        found = {index.slots[slot]: count for slot, count in of_slots.items() if count >= _LEAST}
+        if not found:
+            return ""
+        paths, dtypes = [slot.path or repr("") for slot in found], dict.fromkeys(str(slot.dtype) for slot in found)
+        steps = " to ".join(map(str, sorted({min(found.values()), max(found.values())})))
+        where = f"{first_few(paths)} ({first_few(list(dtypes))})"
+        return f"{len(found)} of {len(index.slots)} leaves stuck for {steps} steps: {where}"
+
+    def summary_notes(self) -> dict[str, str]:
+        """Returns lines for `tp.summary`, by their first words."""
+        return {"stuck": self.stuck} if self.stuck else {}
 
     def __repr__(self) -> str:
         paths = index_of(self.layout).structure.paths
@@ -97,7 +135,29 @@ def _in_words(count: Any) -> str:
 
 
 TrainableState.__module__ = "treeparams.optim"
-jtu.register_dataclass(TrainableState, ["runs", "held", "counts"], ["roles"])
+jtu.register_dataclass(TrainableState, ["runs", "held", "counts", "still"], ["roles"])
+_LEAST = 3  # lost steps, from which on a parameter is stuck
+
+
+def noticed(tree: PyTree) -> PyTree:
+    """Warns of stuck parameters where their counts are known, and returns the states in a tree with a note of that.
+
+    The note is the sign of the counts, so a parameter is named once, until it has moved again.
+    """
+    leaves, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, TrainableState))
+    return jtu.tree_unflatten(treedef, list(map(_noticed, leaves)))  # no function of JAX calls what warns
+
+
+def _noticed(state: Any) -> Any:
+    is_known = isinstance(state, TrainableState) and state.stuck
+    unsaid = is_known and dataclasses.replace(state, still=np.maximum(state.still, 0)).stuck
+    if not unsaid:
+        return state
+    warn(
+        f"{unsaid}. A step below half the spacing between neighbouring numbers rounds to zero. To train them, keep "
+        "float32 copies, optim.trainable(optim.master(tx)), or make the parameters float32"
+    )
+    return dataclasses.replace(state, still=jnp.where(state.still >= _LEAST, -state.still, state.still))
 
 
 def nodes_of(cls: type[T], tree: PyTree) -> list[T]:

@@ -71,7 +71,8 @@ def trainable(tx: Plain, trainable: Trainable = None, *, frozen: Literal["zeros"
 
     Warns:
         UserWarning: `init`: nothing is trained. `update`, outside of a trace: no leaf of a history has had a gradient
-            since it was made; the first three steps change nothing of a bfloat16 or float16 leaf, see `optim.master`.
+            since it was made; three nonzero steps or more have left a bfloat16 or float16 leaf as it was, see
+            `TrainableState.stuck`. It looks after 0, 1, 2, 4, 8 ... such calls, so as not to wait for a device in each.
 
     Raises:
         TypeError: `tx` is not a transformation; `init`: as `tp.layout`; `update`: the gradients are the model itself,

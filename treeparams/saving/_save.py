@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
+import numpy as np
 
-from .._files.arrays import Like, inventory_of, kind_of, placed_in_turn
+from .._files.arrays import Like, inventory_of, kind_of, placed, placed_in_turn
 from .._files.file import PREFIX, Draft, File, file_at
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
@@ -224,6 +225,11 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
 def fitted(contents: Contents, file: File) -> dict[str, int]:
     """Returns the leaves by their names in a file and gives the tree its ties; raises an error if they differ."""
     leaves = leaves_in(contents, file)
+    for path in contents.states:
+        name = name_of(f"{path}.still" if path else "still")
+        if name in leaves and name not in file.specs:  # saved before there were counts of lost steps
+            i = leaves.pop(name)
+            contents.leaves[i] = placed(name, np.zeros(*contents.spec(i)[:2]), contents.leaves[i])
     wrong = list(unlike_states(contents, file))
     wrong = wrong or [*unlike_leaves(contents, leaves, file), *unlike_ties(contents, leaves, file)]
     wrong = wrong or list(unlike_joined(contents, file))

@@ -196,4 +196,4 @@ def _state_of(like: TrainableState, histories: Sequence[_History]) -> TrainableS
     roles = Roles(layout, trains, waits, tuple(origins), tuple(divisions))
     counts = tuple([jnp.asarray(history.home.steps, jnp.int32) for history in both])
     runs, waiting = (tuple([history.run for history in side]) for side in (running, held))
-    return in_own_buffers(TrainableState(runs, waiting, counts, roles))
+    return in_own_buffers(TrainableState(runs, waiting, counts, roles, jax.tree.map(jnp.zeros_like, like.still)))
