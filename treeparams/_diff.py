@@ -21,6 +21,7 @@ from ._tree.flattening import flatten, same_treedef
 from ._tree.messages import name_deleted
 from ._tree.paths import join_path
 from ._tree.recognise import static_values, structure_of
+from ._tree.refs import value_of
 from ._tree.static_keys import identical, static_key
 from ._tree.structure import Spec
 from ._tree.text import both_in_text, describe, in_text
@@ -124,6 +125,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         here, there, path = ours[i], theirs[j], these.paths[i]
         if here is there:
             return
+        here, there = value_of(here), value_of(there)
         one, other = these.specs[i], those.specs[j]
         if one is None and other is None:
             if not _are_equal(here, there, tolerance):
@@ -291,7 +293,7 @@ def _named(source: Any) -> Names:
     values = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name not in arrays]
     numbers = {name: leaf for name, leaf in values if kind_in_words(type(leaf))}
     computed = [names[tie.leaf] for tie in ties if tie.transforms]
-    return Names(specs, lambda name: leaves[arrays[name]], aliases, numbers=numbers, computed=computed)
+    return Names(specs, lambda name: value_of(leaves[arrays[name]]), aliases, numbers=numbers, computed=computed)
 
 
 def _missing_rows(

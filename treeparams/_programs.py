@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ._tree.dtypes import is_inexact
+from ._tree.refs import is_ref
 
 Marks = list[int]
 Run = Callable[[ClosedJaxpr | Jaxpr, Sequence[int]], Marks]
@@ -189,7 +190,7 @@ _TRACED = "the function is traced, as by jax.jit, so its control flow must not d
 
 def numbers_in(constant: Any) -> np.ndarray | None:
     """Returns the numbers in a constant of a program, or `None` if they cannot be read."""
-    if isinstance(constant, Tracer) or constant is None:
+    if isinstance(constant, Tracer) or constant is None or is_ref(constant):
         return None
     if isinstance(constant, jax.Array) and (constant.is_deleted() or not constant.is_fully_addressable):
         return None

@@ -11,6 +11,7 @@ from numpy.lib.format import MAGIC_PREFIX, read_array_header_1_0, read_array_hea
 from .._files.arrays import array_spec, in_numpy
 from .._files.names import Names, name_of, names_in
 from .._slots.layout import Layout, index_of
+from .._tree.refs import value_of
 from .._tree.structure import is_array
 from .._tree.text import first_few
 from .._tree.types import PyTree
@@ -68,6 +69,7 @@ def _of_arrays(arrays: Mapping[str, Any]) -> Names:
 
 def _read(array: Any) -> Any:
     """Returns an array with values in NumPy or JAX, even if it lies in a file, like those of h5py."""
+    array = value_of(array)
     if isinstance(array, jax.Array) or not hasattr(array, "__array__"):
         return array
     array = np.asarray(array)
@@ -99,6 +101,7 @@ def _of_tree(tree: PyTree) -> Names:
 
 def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
     """Returns a leaf unchanged, but the shape of an array that JAX does not know, such as Orbax's description."""
+    leaf = value_of(leaf)
     if is_array(leaf) or _is_no_array(leaf):
         return leaf
     leaf = _checked(jtu.keystr(path), leaf)

@@ -71,7 +71,7 @@ class Plan(Generic[M]):
                 cannot be compared.
         """
         given = compared(names_of(arrays), self._source, self._fit, self._strict)
-        return jtu.tree_unflatten(self._contents.treedef, filled(self._contents, self._fit, given))
+        return self._contents.tree(filled(self._contents, self._fit, given))
 
     def state(self, source: Any, like: TrainableState, tx: Any = None) -> TrainableState:
         """Carries a state of an optimiser over from the old model to the new one.

@@ -5,8 +5,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
-import jax.tree_util as jtu
-
 from .._files.arrays import Like, inventory_of, kind_of, placed_in_turn
 from .._files.file import PREFIX, Draft, File, file_at
 from .._files.names import is_below, name_of
@@ -249,7 +247,7 @@ def filled(
 
     values = dict(placed_in_turn(map(with_its_leaf, arrays)))
     values |= {leaves[name]: from_words(said) for name, said in values_in(words).items()}
-    return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
+    return contents.tree(contents.leaves_with(values))
 
 
 def leaves_in(contents: Contents, file: File) -> dict[str, int]:
