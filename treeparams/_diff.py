@@ -284,6 +284,7 @@ def _named(source: Any) -> Names:
     if isinstance(source, Mapping) and jtu.all_leaves([source]):  # as NumPy's of a file
         source = dict(source)
     leaves, _, structure = structure_of(source)
+    leaves = list(map(value_of, leaves))
     names = list(map(key_of, structure.paths))
     arrays = {names[i]: i for i, spec in enumerate(structure.specs) if spec is not None}
     specs = {name: array_spec(leaves[i]) for name, i in arrays.items()}
@@ -293,7 +294,7 @@ def _named(source: Any) -> Names:
     values = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name not in arrays]
     numbers = {name: leaf for name, leaf in values if kind_in_words(type(leaf))}
     computed = [names[tie.leaf] for tie in ties if tie.transforms]
-    return Names(specs, lambda name: value_of(leaves[arrays[name]]), aliases, numbers=numbers, computed=computed)
+    return Names(specs, lambda name: leaves[arrays[name]], aliases, numbers=numbers, computed=computed)
 
 
 def _missing_rows(

@@ -136,7 +136,7 @@ def _notes(index: Index, moves: set[int], hit: set[int]) -> list[str]:
 def _changed(
     after: Callable[..., list[Any]], index: Index, model: PyTree, rest: tuple[PyTree, PyTree]
 ) -> tuple[list[int], set[int]]:
-    """Returns the parameters that the new model may not hold unchanged, by leaf, and the ids of the refs that it writes."""
+    """Returns the leaves that the new model may not hold unchanged, and the ids of the refs that are written."""
     # Two trees, since a state may hold arrays of the model that it was made from, and changes without them.
     halves = as_rest(model), as_rest(rest)
 

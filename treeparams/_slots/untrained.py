@@ -47,9 +47,10 @@ def refuse_refs(index: Index) -> None:
     refs = [index.structure.paths[i] for i in sorted(index.structure.refs) if index.trained[i]]
     if refs:
         raise ValueError(
-            f"expected arrays to train, got a ref, an array that can be written, at {quoted(refs)}. To train its value, "
-            "put ref[...] or jax.freeze(ref) into the model, and make a new ref, jax.new_ref(array), of the result. To "
-            f"leave it out, pass freeze={refs[0]!r} to tp.layout, declare it frozen, or pass a `where` without it"
+            f"expected arrays to train, got a ref, which is an array that can be written, at {quoted(refs)}. To train "
+            "its value, put ref[...] or jax.freeze(ref) into the model, and make a new ref of the result, "
+            f"jax.new_ref(array). To leave it out, pass freeze={refs[0]!r} to tp.layout, declare it frozen, or pass a "
+            "`where` without it"
         )
 
 

@@ -34,7 +34,7 @@ def names_of(source: Any) -> Names:
         return _of_npz(source)
     # Only arrays have names; a number among the values has none.
     if isinstance(source, Mapping) and all(isinstance(name, str) and _is_leaf(each) for name, each in source.items()):
-        return _of_arrays({name: array for name, array in source.items() if not _is_no_array(array)})
+        return _of_arrays({name: value_of(array) for name, array in source.items() if not _is_no_array(array)})
     return _of_tree(source)
 
 
@@ -69,7 +69,6 @@ def _of_arrays(arrays: Mapping[str, Any]) -> Names:
 
 def _read(array: Any) -> Any:
     """Returns an array with values in NumPy or JAX, even if it lies in a file, like those of h5py."""
-    array = value_of(array)
     if isinstance(array, jax.Array) or not hasattr(array, "__array__"):
         return array
     array = np.asarray(array)
