@@ -63,10 +63,10 @@ def ema(
         tau: the weight of `model`. Pass either `decay` or `tau`.
         buffers: the policy for integers, bools, keys and frozen arrays. `"copy"` copies the model's array, `"keep"`
             keeps the average's, and `"average"` averages floating arrays and copies the others. Or `{where: policy}`:
-            the first entry that selects an array gives its policy, and arrays that no entry selects are copied. A
-            Python number follows the policy for integer arrays. `jax.jit` turns such a number into an array; it keeps
-            this policy if the library has seen such a model outside a trace (in `tp.copy`, `tx.init`, `tp.layout`,
-            ...).
+            the first entry that selects an array gives its policy, and arrays that no entry selects are copied. A ref
+            (`jax.new_ref`) of the average counts as a frozen array, and the result is written into it. A Python number
+            follows the policy for integer arrays. `jax.jit` turns such a number into an array; it keeps this policy if
+            the library has seen such a model outside a trace (in `tp.copy`, `tx.init`, `tp.layout`, ...).
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:

@@ -58,7 +58,8 @@ class Plan(Generic[M]):
                 error unless the plan is not strict.
 
         Returns:
-            The model. Leaves that are not arrays are those of the model that the plan was made for. So are, with
+            The model. Leaves that are not arrays are those of the model that the plan was made for. So are its refs
+            (`jax.new_ref`), into which the arrays that come to them are written. So are, with
             `strict=False`, the arrays that nothing comes to. Each array is placed on the devices of the model's array
             if that one is committed to them. JAX arrays that the plan does not change may share their buffers with
             `arrays`.

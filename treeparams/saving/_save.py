@@ -41,7 +41,7 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     5
 
     `save` writes trained and frozen parameters, integers, bools and PRNG keys, from JAX or NumPy, in the dtypes they
-    have, and numbers and texts with their types. It does not write anything else: functions, other objects, static
+    have, the values of refs (`jax.new_ref`), and numbers and texts with their types. It does not write anything else: functions, other objects, static
     fields and the structure come from the code that builds the model. The file also records the digest of the tree's
     layout, which paths share one array, the checksum of each array, and which parameters each array of an optimiser's
     state belongs to. For a `Restructure` in the tree it records where each parameter lies in its vector or stacks. Any
@@ -192,13 +192,13 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
         path: the path of a file that `save` wrote.
         like: a tree with the same structure, shapes, dtypes and ties, and with numbers where the file has numbers. You
             get functions, other objects and static fields from it. Arrays go where its arrays are: to their devices,
-            with their sharding, in NumPy or in JAX. A leaf may be a `jax.ShapeDtypeStruct`; it gets the ties of the
-            file. A state of an optimiser must have the same histories as the saved one. The state that `tx.init`
+            with their sharding, in NumPy or in JAX. A ref (`jax.new_ref`) stays that ref: its array is written into it,
+            after all of the file is checked. A leaf may be a `jax.ShapeDtypeStruct`; it gets the ties of the file. A state of an optimiser must have the same histories as the saved one. The state that `tx.init`
             returns has one history; if the saved state has others, the error shows the calls that make them.
         checksum: whether to compare the arrays with their checksums.
 
     Returns:
-        The tree, in new buffers, with one array at all paths of a tie. No array has a weak type.
+        The tree, in new buffers but for refs, with one array at all paths of a tie. No array has a weak type.
 
     Raises:
         OSError: the file does not exist.
