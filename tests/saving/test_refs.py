@@ -1,5 +1,7 @@
 """Refs are saved by their values, and loaded into the refs of the tree that is given."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +71,14 @@ def test_a_file_is_compared_with_refs_by_value(path):
     assert not tp.diff(str(path), model)
     model["mean"][...] = jnp.array([7.0, 5.0, 7.0])
     assert [(row.path, row.absolute) for row in tp.diff(model, str(path)).rows] == [("mean", 2.0)]
+
+
+@pytest.mark.skipif(not hasattr(jax, "Ref"), reason="before JAX 0.7.2 the type of refs is private")
+def test_a_ref_in_a_leaf_that_is_no_pytree_is_refused():
+    with pytest.raises(
+        TypeError, match=r"SimpleNamespace and not a pytree, so its array \.mean \(float32\[2\]\) would"
+    ):
+        saving.dumps({"held": types.SimpleNamespace(mean=new_ref(jnp.ones(2)))})
 
 
 def test_a_file_of_arrays_goes_into_refs(tmp_path):
