@@ -8,7 +8,7 @@ import pytest
 
 import treeparams as tp
 
-from .zoo import ZOO, Norm, as_data, assert_same, enable_x64, pattern, ramp
+from .zoo import ZOO, Norm, as_data, assert_same, enable_x64, new_ref, pattern, ramp, with_refs
 
 
 def ids(tree):
@@ -244,3 +244,43 @@ def test_ema_refuses_what_ema_refuses(without_type_checks):
         tp.Ema(ramp(2), 0.5).update(ramp(3))
     with pytest.raises(TypeError, match="decay and tau of an Ema are static; pass a function of the count"):
         jax.jit(lambda d: tp.Ema(ramp(2), d).count)(0.5)
+
+
+@pytest.mark.parametrize("trainable", [None, "w"])
+def test_an_average_writes_its_own_refs(trainable):
+    def zeros():
+        return {**with_refs(), "mean": new_ref(jnp.zeros(3)), "steps": new_ref(jnp.array(0))}
+
+    for buffers, mean, steps in (("copy", 7, 4), ("keep", 0, 0), ("average", 3.5, 4)):
+        target, online = zeros(), with_refs()
+        got = tp.ema(target, online, tau=0.5, buffers=buffers, trainable=trainable)
+        assert (got["mean"], got["steps"]) == (target["mean"], target["steps"])
+        np.testing.assert_array_equal(got["mean"][...], [mean] * 3)
+        assert int(got["steps"][...]) == steps
+        np.testing.assert_array_equal(online["mean"][...], [7, 7, 7])
+    # As an array on one side, and a ref on the other.
+    for arrays in ({"mean": jnp.zeros(3)}, {"steps": jnp.array(0)}, {"w": new_ref(jnp.ones(2))}):
+        got = tp.ema(zeros(), {**with_refs(), **arrays}, tau=1)
+        np.testing.assert_array_equal(got["mean"][...], np.asarray(arrays.get("mean", jnp.full(3, 7.0))))
+        got = tp.ema({**zeros(), **arrays}, with_refs(), tau=1)
+        assert type(got["steps"]) is type(arrays.get("steps", got["steps"]))
+
+
+def test_an_average_shares_no_ref_with_the_model():
+    model = with_refs()
+    shared = tp.ema(dict(model), model, tau=0.5)
+    ema = tp.Ema(model, tau=0.5)
+    for each in (shared, ema.update(model).average, tp.copy(model)):
+        assert each["mean"] is not model["mean"]
+        assert each["steps"] is not model["steps"]
+    model["mean"][...] = jnp.zeros(3)
+    np.testing.assert_array_equal(shared["mean"][...], [7, 7, 7])
+    np.testing.assert_array_equal(ema.average["mean"][...], [7, 7, 7])
+    np.testing.assert_array_equal(ema.update(model).average["mean"][...], [0, 0, 0])
+
+
+def test_a_ref_of_another_shape_is_refused_before_anything_is_written():
+    target, model = with_refs(), {**with_refs(), "steps": new_ref(jnp.zeros(2, int)), "mean": new_ref(jnp.ones(3))}
+    with pytest.raises(ValueError, match=r"'steps' \(shape \(\); shape \(2,\)\)"):
+        tp.ema(target, model, tau=0.5)
+    np.testing.assert_array_equal(target["mean"][...], [7, 7, 7])

@@ -21,7 +21,7 @@ import treeparams as tp
 from treeparams import optim
 from treeparams._tree import elements as elements_of
 
-from .zoo import ZOO, Net, Norm, enable_x64, models, ramp
+from .zoo import ZOO, Net, Norm, enable_x64, models, new_ref, ramp, with_refs
 
 f32 = functools.partial(np.array, dtype=np.float32)
 i64 = functools.partial(np.array, dtype=np.int64)
@@ -412,3 +412,14 @@ def test_tolerances_that_are_none(name):
     for value in ("1", True, [1], None.__class__):
         with pytest.raises(TypeError, match=f"{name} must be a number"):
             tp.diff(W, W, **{name: value})
+
+
+def test_refs_are_compared_by_value():
+    model, other = with_refs(), with_refs()
+    assert not tp.diff(model, other)
+    # JAX commits a ref to its device, as `jax.device_put` does an array.
+    assert {row.what for row in tp.diff(model, {**model, "mean": jnp.full((3,), np.float32(7))}).rows} <= {"sharding"}
+    other["mean"][...] = jnp.array([7.0, 5.0, 7.0])
+    (row,) = tp.diff(model, other).rows
+    assert (row.path, row.what, row.absolute, row.differing) == ("mean", "elements", 2.0, 1)
+    assert [row.what for row in tp.diff(model, {**model, "mean": new_ref(jnp.ones(2))}).rows] == ["shape"]

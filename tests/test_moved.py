@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import optim
 
-from .zoo import ramp
+from .zoo import new_ref, ramp, with_refs
 
 # -- The law: what is told unmoved is the same, bit for bit, when the step is run --------------------------------------
 
@@ -362,3 +362,51 @@ def test_errors():
 def test_what_is_no_step_is_refused(without_type_checks):
     with pytest.raises(TypeError, match=r"expected a training step, got dict; write tp.moved\(step\)\(model"):
         tp.moved({"w": ramp(1)})
+
+
+def _adds(model):
+    model["mean"][...] = model["mean"][...] + 1
+
+
+def _adds_in_a_loop(model):
+    jax.lax.scan(lambda carry, _: (_adds(model), (carry, None))[1], 0, None, length=2)
+
+
+WRITES = {
+    "directly": _adds,
+    "in jit": lambda model: jax.jit(lambda refs: _adds(refs))({"mean": model["mean"]}),
+    "in a loop": _adds_in_a_loop,
+    "in a branch": lambda model: jax.lax.cond(model["w"][0] > 0, lambda: _adds(model), lambda: None),
+    "by the model's parameter": lambda model: model["mean"].__setitem__(0, model["w"][0]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_refs_that_a_step_writes_are_named_and_not_in_the_layout(name):
+    def step(model, state):
+        WRITES[name](model)
+        return {**model, "w": model["w"] + model["mean"][:2] * state["scale"][...]}, state
+
+    model, state = with_refs() | {"v": ramp(2)}, {"scale": new_ref(jnp.ones(2))}
+    found = tp.moved(step)(model, state)
+    assert found == tp.layout(model, "w")
+    assert found.paths == ("w",)
+    lines = [line for line in str(found).splitlines() if "ref" in line]
+    assert lines == ["mean: a ref, which the step writes"]
+    np.testing.assert_array_equal(model["mean"][...], [7, 7, 7])  # it is not run
+
+
+def test_a_ref_that_is_only_read_is_not_named():
+    def loss(model):
+        return jnp.sum(model["w"] * model["mean"][0])
+
+    def step(model):
+        count[...] += 1  # of nobody's model
+        return {**model, "w": model["w"] * model["mean"][0]}
+
+    count, model = new_ref(jnp.array(0)), with_refs()
+    assert "ref" not in str(tp.moved(step)(model))
+    assert str(tp.moved(step, loss=loss)(model)).splitlines()[-1] == "w: moved, and the loss reaches it"
+    assert tp.moved(lambda model: model)(model).paths == ()
+    del model["act"]
+    assert jax.jit(lambda model: jnp.array(len(tp.moved(step)(model).paths)))(model) == 1

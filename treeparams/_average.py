@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from ._mixing import Buffers, Weights, average_apart, mix, next_rest, weights_of
 from ._slots.layout import Trainable
 from ._slots.match import read_slots
-from ._slots.parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
+from ._slots.parts import Rest, index_in, kept_arrays, other_values, put_together, with_kept_arrays
 from ._tree.copying import copy, copy_leaf
 from ._tree.declare import field
 from ._tree.dtypes import widened
@@ -63,10 +63,10 @@ def ema(
         tau: the weight of `model`. Pass either `decay` or `tau`.
         buffers: the policy for integers, bools, keys and frozen arrays. `"copy"` copies the model's array, `"keep"`
             keeps the average's, and `"average"` averages floating arrays and copies the others. Or `{where: policy}`:
-            the first entry that selects an array gives its policy, and arrays that no entry selects are copied. A
-            Python number follows the policy for integer arrays. `jax.jit` turns such a number into an array; it keeps
-            this policy if the library has seen such a model outside a trace (in `tp.copy`, `tx.init`, `tp.layout`,
-            ...).
+            the first entry that selects an array gives its policy, and arrays that no entry selects are copied. A ref
+            (`jax.new_ref`) of the average counts as a frozen array, and the result is written into it. A Python number
+            follows the policy for integer arrays. `jax.jit` turns such a number into an array; it keeps this policy if
+            the library has seen such a model outside a trace (in `tp.copy`, `tx.init`, `tp.layout`, ...).
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
@@ -164,9 +164,10 @@ class Ema(eqx.Module, Generic[M]):
             raise TypeError("decay and tau of an Ema are static; pass a function of the count, or use tp.ema")
         # A function is asked at each step; here it stands for any number.
         weights_of(0.0 if callable(decay) else decay, 0.0 if callable(tau) else tau)
-        parts = take_apart(model, trainable)
+        parts = average_apart(model, trainable)
         self.shadow = parts.canonical([jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots])
-        self.rest = with_kept_arrays(parts.rest, list(map(copy_leaf, kept_arrays(parts.rest).values())))
+        kept, values = (list(map(copy_leaf, of(parts.rest).values())) for of in (kept_arrays, other_values))
+        self.rest = with_kept_arrays(parts.rest, kept, values)
         self.count = jnp.zeros((), jnp.int32)
         self.weight = jnp.zeros((), jnp.float32)
         self.decay = decay if decay is None or callable(decay) else float(decay)

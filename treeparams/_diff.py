@@ -21,6 +21,7 @@ from ._tree.flattening import flatten, same_treedef
 from ._tree.messages import name_deleted
 from ._tree.paths import join_path
 from ._tree.recognise import static_values, structure_of
+from ._tree.refs import value_of
 from ._tree.static_keys import identical, static_key
 from ._tree.structure import Spec
 from ._tree.text import both_in_text, describe, in_text
@@ -124,6 +125,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         here, there, path = ours[i], theirs[j], these.paths[i]
         if here is there:
             return
+        here, there = value_of(here), value_of(there)
         one, other = these.specs[i], those.specs[j]
         if one is None and other is None:
             if not _are_equal(here, there, tolerance):
@@ -282,6 +284,7 @@ def _named(source: Any) -> Names:
     if isinstance(source, Mapping) and jtu.all_leaves([source]):  # as NumPy's of a file
         source = dict(source)
     leaves, _, structure = structure_of(source)
+    leaves = list(map(value_of, leaves))
     names = list(map(key_of, structure.paths))
     arrays = {names[i]: i for i, spec in enumerate(structure.specs) if spec is not None}
     specs = {name: array_spec(leaves[i]) for name, i in arrays.items()}

@@ -17,6 +17,7 @@ from ._tree.copying import copy_leaf
 from ._tree.dtypes import is_complex, is_inexact, widened
 from ._tree.numbers import NUMBERS, was_number
 from ._tree.recognise import structure_of
+from ._tree.refs import is_ref, value_of
 from ._tree.structure import is_array
 from ._tree.text import describe
 from ._tree.types import PyTree
@@ -82,19 +83,19 @@ def _mix_one(old: jax.Array, new: ArrayLike, weights: Weights) -> jax.Array:
 
 
 def average_apart(average: M, trainable: Trainable) -> Parts[M]:
-    """Takes an average apart. A Python number is never one of its parameters, even if `jax.jit` made it a tracer."""
-    parts = take_apart(average, trainable)
+    """Takes an average apart. No Python number, even if `jax.jit` made it a tracer, and no ref is a parameter of it."""
     if isinstance(trainable, Layout):
-        return parts
+        return take_apart(average, trainable)
+    parts = take_apart(average, trainable, allow_refs=True)
     pairs = zip(parts.index.positions, parts.slots, strict=True)
-    leaves = [leaf for leaf, slot in pairs if not _is_number(parts.index, leaf, slot)]
+    leaves = [leaf for leaf, slot in pairs if not (is_ref(slot) or _is_number(parts.index, leaf, slot))]
     return parts if len(leaves) == len(parts.slots) else take_apart(average, trained_at(parts.layout, leaves))
 
 
 def next_rest(rest: Rest[M], model: PyTree, weights: Weights, buffers: Buffers) -> Rest[M]:
     """Returns the rest of an average after a step: arrays that are not slots, and numbers, each by its policy."""
     arrays, values = kept_arrays(rest), other_values(rest)
-    olds = arrays | {path: value for path, value in values.items() if type(value) in NUMBERS}
+    olds = arrays | {path: value for path, value in values.items() if type(value) in NUMBERS or is_ref(value)}
     policies = _policies(index_in(rest), olds, buffers)
     if all(policy == "keep" for policy in policies.values()):  # or there are none
         return rest
@@ -122,18 +123,27 @@ def next_rest(rest: Rest[M], model: PyTree, weights: Weights, buffers: Buffers) 
 def _found_at(path: str, found: Mapping[str, Any]) -> str:
     if path not in found:
         return "nothing"
-    is_one = is_array(found[path]) or type(found[path]) in NUMBERS
+    is_one = _is_number_or_array(found[path])
     return f"shape {jnp.shape(found[path])}" if is_one else describe(found[path])
 
 
 def _fits(old: Any, new: Any) -> bool:
-    return (is_array(new) or type(new) in NUMBERS) and jnp.shape(new) == jnp.shape(old)
+    return _is_number_or_array(new) and jnp.shape(new) == jnp.shape(old)
+
+
+def _is_number_or_array(value: object) -> bool:
+    return is_array(value) or is_ref(value) or type(value) in NUMBERS
 
 
 def _next(policy: str, old: Any, new: Any, weights: Weights) -> Any:
     """Returns an array or number of the rest after a step."""
     if policy == "keep":
         return old
+    if is_ref(old):  # the average writes its own one, and never the one of the model
+        own = copy_leaf(old) if old is new else old
+        own[...] = _next(policy, value_of(old), value_of(new), weights)
+        return own
+    new = value_of(new)
     if policy == "take":
         return new
     if type(old) in NUMBERS:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, ParamSpec, cast
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ._programs import Kind, Marks, is_floating, kind_of, makes_zeros, numbers_in, traced
 from ._reached import reached
@@ -54,7 +54,7 @@ def moved(
     and finite numbers written in the program. (`-0.0 + 0.0` is `0.0`, which does not count as a move.) In doubt a
     parameter counts as moved: under zero gradients and a rule with momentum, which may be left from earlier steps;
     under zeros times a computed rate, which may be infinite. A tied parameter moves if it moves at any of its paths.
-    Integers and keys are not reported.
+    Integers and keys are not reported. A ref (`jax.new_ref`) that the step writes is named below the table.
 
     Args:
         step: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, like the model's
@@ -85,12 +85,15 @@ def moved(
         def after(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
             return _parameters_in(call(model, *args, **kwargs), treedef, structure)
 
-        moves = {index.sources.get(i, i) for i in _changed(after, index, model, (args, kwargs))}
+        changed, written = _changed(after, index, model, (args, kwargs))
+        moves = {index.sources.get(i, i) for i in changed}
         found = trained_at(known, sorted(moves))
-        if loss is None:
-            return found
-        hit = reached(loss, trained_at(known, index.distinct))(model)
-        return noted(found, _notes(index, moves, set(index_of(hit).positions)))
+        refs = [structure.paths[i] for i in sorted(structure.refs) if id(leaves[i]) in written]
+        notes = [f"{path}: a ref, which the step writes" for path in refs]
+        if loss is not None:
+            hit = reached(loss, trained_at(known, index.distinct))(model)
+            notes += _notes(index, moves, set(index_of(hit).positions))
+        return noted(found, notes) if notes else found
 
     return cast(Any, layout_of)
 
@@ -105,13 +108,18 @@ def _notes(index: Index, moves: set[int], hit: set[int]) -> list[str]:
     }
     paths = index.structure.paths
     rows = [
-        f"{paths[i]}: {said}" for key, said in words.items() for i in index.distinct if (i in moves, i in hit) == key
+        f"{paths[i]}: {said}"
+        for key, said in words.items()
+        for i in index.distinct
+        if (i in moves, i in hit) == key and i not in index.structure.refs
     ]
     return first_lines(rows, 40).splitlines()
 
 
-def _changed(step: Callable[..., list[Any]], index: Index, model: PyTree, rest: tuple[PyTree, PyTree]) -> list[int]:
-    """Returns the leaves of the parameters that the new model may not hold unchanged."""
+def _changed(
+    step: Callable[..., list[Any]], index: Index, model: PyTree, rest: tuple[PyTree, PyTree]
+) -> tuple[list[int], set[int]]:
+    """Returns the leaves that the new model may not hold unchanged, and the ids of the refs that are written."""
     # Two trees, since a state may hold arrays of the model that it was made from, and changes without them.
     halves = as_rest(model), as_rest(rest)
 
@@ -124,14 +132,27 @@ def _changed(step: Callable[..., list[Any]], index: Index, model: PyTree, rest: 
     program = traced(of_arrays, *arrays)
     # The arrays of a tie are one, also where they came apart on the way here.
     tied = {each.leaf: each.source for each in index.ties if not each.transforms}
-    structure = index.structure
-    own = {i: frozenset({_Given(tied.get(i, i), structure.spec(i).dtype)}) for i in structure.parameters}
+    dtypes = {i: index.structure.spec(i).dtype for i in _arrays(index.structure)}
+    own = {i: frozenset({_Given(tied.get(i, i), dtype)}) for i, dtype in dtypes.items()}
     order = index_in(halves[0]).gathers.order
     given = {order[i]: mark for i, mark in own.items()}
     marks = [given.get(k, _ANY) for k in range(len(arrays[0]))] + [_ANY] * len(arrays[1])
     after = zip(own, _Same().follow(program, marks), program.out_avals, strict=True)
-    dtypes = {i: structure.spec(i).dtype for i in own}
-    return [i for i, new, aval in after if new != own[i] or getattr(aval, "dtype", None) != dtypes[i]]
+    changed = [i for i, new, aval in after if new != own[i] or getattr(aval, "dtype", None) != dtypes[i]]
+    return changed, {id(program.consts[k]) for k in _written(program)}
+
+
+def _arrays(structure: Structure) -> list[int]:
+    """Returns the parameters that are no refs."""
+    return [i for i in structure.parameters if i not in structure.refs]
+
+
+def _written(program: ClosedJaxpr) -> list[int]:
+    """Returns the positions of the constants that a program writes; the refs of a model are among its constants."""
+    # A variable since JAX 0.8, its number before. Other effects than reading write, or have no input.
+    effects = [each for each in program.effects if type(each).__name__ != "ReadEffect"]
+    inputs = [getattr(each, "input", getattr(each, "input_index", None)) for each in effects]
+    return [k for k, variable in enumerate(program.jaxpr.constvars) if variable in inputs or k in inputs]
 
 
 def _parameters_in(out: object, treedef: TreeDef, structure: Structure) -> list[Any]:
@@ -156,8 +177,8 @@ def _parameters(tree: PyTree, treedef: TreeDef, structure: Structure) -> list[An
     leaves, got = flatten(tree)
     if not same_treedef(got, treedef):
         return None
-    found = [leaves[i] for i in structure.parameters]
-    shapes = [structure.spec(i).shape for i in structure.parameters]
+    found = [leaves[i] for i in _arrays(structure)]
+    shapes = [structure.spec(i).shape for i in _arrays(structure)]
     return found if [getattr(leaf, "shape", None) for leaf in found] == shapes else None
 
 

@@ -23,6 +23,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ._tree.dtypes import is_inexact
+from ._tree.refs import is_ref
 
 V = TypeVar("V")
 
@@ -197,8 +198,9 @@ class Walk(Generic[V]):
 class Cell:
     """The mark of what a ref holds. An operation that writes to the ref changes it."""
 
-    def __init__(self, mark: Any) -> None:
+    def __init__(self, mark: Any, lasts: bool = False) -> None:
         self.mark = mark
+        self.lasts = lasts  # whether the ref was there before the program
 
 
 class Marks(Walk[Any]):
@@ -215,6 +217,7 @@ class Marks(Walk[Any]):
         super().__init__()
         self._done: dict[tuple[Any, ...], list[Any]] = {}  # many operations may call one program
         self._cells: list[Cell] = []
+        self._refs: dict[int, Cell] = {}  # of constants, by their id
 
     def follow(self, program: ClosedJaxpr | Jaxpr, marks: Sequence[Any]) -> list[Any]:
         """Returns the marks of a program's results; the mark of an argument that is a ref is of what the ref holds."""
@@ -239,7 +242,11 @@ class Marks(Walk[Any]):
 
     def constant(self, value: Any) -> Any:
         """Returns the mark of a constant."""
-        return self._cell(self.of_constant(None)) if is_ref(value) else self.of_constant(value)
+        if not is_ref(value):
+            return self.of_constant(value)
+        if id(value) not in self._refs:
+            self._refs[id(value)] = self._cell(self.of_constant(None), lasts=True)
+        return self._refs[id(value)]
 
     def of_constant(self, value: Any) -> Any:
         """Returns the mark of a constant that is no ref."""
@@ -283,7 +290,7 @@ class Marks(Walk[Any]):
             ref.mark = self.opaque([held, *given])
             return []
         if name == "swap":
-            ref.mark = given[0] if is_whole else self.parts([held, *given])
+            ref.mark = given[0] if is_whole and not ref.lasts else self.parts([held, *given])
             del given[0]
         return [held if is_whole else self.parts([held, *given])]
 
@@ -355,14 +362,10 @@ class Marks(Walk[Any]):
 
     def _hold(self, marks: Iterable[Any]) -> None:
         # Refs that were made inside a branch or a loop end with it.
-        self._cells = self._cells[: len(marks := list(marks))]
-        for ref, mark in zip(self._cells, marks, strict=True):
+        count = len(marks := list(marks))
+        self._cells = self._cells[:count] + [ref for ref in self._cells[count:] if ref.lasts]
+        for ref, mark in zip(self._cells, marks, strict=False):
             ref.mark = mark
-
-
-def is_ref(value: object) -> bool:
-    """Returns whether a value, or its type, is that of a ref: an array that can be written (`jax.new_ref`)."""
-    return hasattr(value, "inner_aval") or hasattr(getattr(value, "aval", None), "inner_aval")
 
 
 def _shape_of(eqn: JaxprEqn) -> Any:
@@ -480,7 +483,7 @@ _TRACED = "the function is traced, as by jax.jit, so its control flow must not d
 
 def numbers_in(constant: Any) -> np.ndarray | None:
     """Returns the numbers in a constant of a program, or `None` if they cannot be read."""
-    if isinstance(constant, Tracer) or constant is None:
+    if isinstance(constant, Tracer) or constant is None or is_ref(constant):
         return None
     if isinstance(constant, jax.Array) and (constant.is_deleted() or not constant.is_fully_addressable):
         return None

@@ -19,6 +19,7 @@ from ._slots.trainable import look_up
 from ._slots.where import name_of, read
 from ._tree.lost_ties import note_ties
 from ._tree.recognise import structure_of
+from ._tree.refs import value_of
 from ._tree.structure import Spec, Structure, is_array
 from ._tree.text import describe, in_short
 
@@ -77,9 +78,9 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
             new = _inverted(structure, alias, new)
         new = jnp.copy(new) if id(new) in taken else new
         taken.add(id(new))
-        leaves[source] = new
+        leaves[source] = jax.new_ref(new) if source in structure.refs else new
         for each in index.aliases.get(source, ()):
-            leaves[each.leaf] = each.value_from(new, structure.spec(source))
+            leaves[each.leaf] = each.value_from(leaves[source], structure.spec(source))
     pairs = [(each.source, each.leaf) for each in index.ties if each.source in found and not each.transforms]
     if pairs and not isinstance(leaves[pairs[0][0]], Tracer):
         note_ties(structure, pairs)
@@ -101,7 +102,7 @@ def _aliases_alone(index: Index, where: object) -> dict[int, Alias]:
 def _checked(structure: Structure, leaf: int, where: object, value: Any, leaves: Sequence[Any]) -> Any:
     """Returns the new array for a leaf, in the shape and dtype of the leaf."""
     (shape, dtype, _), path = structure.spec(leaf), structure.paths[leaf]
-    made = _called(where, value, path, leaves[leaf])
+    made = _called(where, value, path, value_of(leaves[leaf]))
     by = f"the function given for {name_of(where)} returned" if made is not value else "got"
     if isinstance(made, (int, float, complex)):
         return jnp.full(shape, made, dtype)

@@ -159,7 +159,8 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     for i, (path, spec) in enumerate(zip(structure.paths, structure.specs, strict=True)):
         if spec is not None and (i not in index.sources if spec.parameter else structure.first[i] == i):
             sizes = 1, math.prod(spec.shape), math.prod(spec.shape) * spec.dtype.itemsize
-            role = "trained" if i in index.by_leaf else "frozen" if spec.parameter else "other"
+            is_trained = i in index.by_leaf and i not in structure.refs
+            role = "trained" if is_trained else "frozen" if spec.parameter else "other"
             rows.append(
                 Row(path, spec.shape, str(spec.dtype), *sizes, role, places.get(path, ""), index.tied_to.get(path, ""))
             )

@@ -231,7 +231,7 @@ def alike_nodes(source: Source, where: Where) -> Alike:
     several: dict[int, tuple[Location, ...]] = {}
     for j, leaves in enumerate(zip(*(range(span.start, span.stop) for span in spans), strict=True)):
         locations = tuple(map(source.location, leaves))
-        if structure.specs[leaves[0]] is None:
+        if not structure.is_array(leaves[0]):
             values[j] = source.singles[locations[0].number]
             for leaf, location in zip(leaves, locations, strict=True):
                 if static_key(source.singles[location.number], strict=True) != static_key(values[j], strict=True):

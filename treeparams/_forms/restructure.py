@@ -336,7 +336,8 @@ def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], 
     index, singles = index_in(rest), others(rest)
     leaves = {
         i: singles[index.gathers.order[i] - len(index.positions)]
-        for i in [i for i, spec in enumerate(index.structure.specs) if spec is None]
+        for i in range(len(index.trained))
+        if not index.structure.is_array(i)
     }
     return index, leaves, {path: form.place_in_words(slot) for slot, path in enumerate(form.paths)}
 

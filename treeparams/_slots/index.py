@@ -38,7 +38,7 @@ class Gathers(NamedTuple):
 
     slots: Callable[[Any], tuple[Any, ...]]  # from the leaves of a model to one array per slot
     kept: Callable[[Any], tuple[Any, ...]]  # ... to all arrays that are no slots, each object once
-    values: Callable[[Any], tuple[Any, ...]]  # ... to the leaves that are no arrays
+    values: Callable[[Any], tuple[Any, ...]]  # ... to the leaves that are no arrays, and to refs
     kept_paths: tuple[str, ...]
     order: tuple[int, ...]  # the position of each leaf in slots + kept + values + computed
     leaves: Callable[[Any], tuple[Any, ...]]  # from these to the leaves
@@ -153,12 +153,13 @@ class Index:
         """The functions that take a model apart, made when a model is first taken apart.
 
         Each leaf is one of four kinds: at a slot, an array that is kept, a value that is not an array, or computed from
-        a slot. A leaf that holds the array of an earlier leaf shares the place of that leaf.
+        a slot. A leaf that holds the array of an earlier leaf shares the place of that leaf. A ref counts as a value:
+        JAX lets a program write it, but not return it.
         """
         structure = self.structure
         others = [i for i in range(len(self.trained)) if i not in self.by_leaf]
-        kept = [i for i in others if structure.specs[i] is not None and structure.first[i] == i]
-        values = [i for i in others if structure.specs[i] is None]
+        kept = [i for i in others if structure.is_array(i) and structure.first[i] == i]
+        values = [i for i in others if not structure.is_array(i)]
         rest = [*kept, *values, *(alias.leaf for _, alias in self.computed)]
         positions = self.by_leaf | {leaf: n for n, leaf in enumerate(rest, start=len(self.positions))}
         order = tuple([positions[i if i in positions else first] for i, first in enumerate(structure.first)])

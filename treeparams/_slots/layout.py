@@ -25,6 +25,7 @@ from .in_words import blocks, count, differences
 from .index import Index, Slot
 from .said import Said, change
 from .ties import Alias, settle
+from .untrained import refuse_refs
 from .where import Where, select
 
 
@@ -328,7 +329,9 @@ def changed(layout: Layout, freeze: Where | None, thaw: Where | None) -> Layout:
     said = {i: index.trained[i] for i in index.structure.parameters if i not in index.follows}
     change(index.structure, index.follows, said, freeze, False)
     change(index.structure, index.follows, said, thaw, True)
-    return relaid(layout, said)
+    made = relaid(layout, said)
+    refuse_refs(index_of(made))
+    return made
 
 
 def relaid(layout: Layout, said: Said) -> Layout:
@@ -346,8 +349,8 @@ def noted(layout: Layout, notes: Sequence[str]) -> Layout:
 
 
 def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
-    """Returns the layout that trains exactly the parameters at these leaves, with their ties."""
-    index, chosen = index_of(layout), frozenset(leaves)
+    """Returns the layout that trains exactly the parameters at these leaves, with their ties, and no ref."""
+    index, chosen = index_of(layout), frozenset(leaves) - index_of(layout).structure.refs
 
     def make() -> Layout:
         parameters = [i for i in index.structure.parameters if i not in index.follows]

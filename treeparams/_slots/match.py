@@ -12,6 +12,7 @@ from .._tree.dtypes import common_dtype, is_complex, is_inexact, widened
 from .._tree.flattening import flatten, same_treedef
 from .._tree.paths import nearest, unquote
 from .._tree.recognise import structure_of
+from .._tree.refs import value_of
 from .._tree.structure import Structure
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree
@@ -19,6 +20,7 @@ from .index import Index
 from .layout import Trainable
 from .ties import Alias
 from .trainable import look_up
+from .untrained import refuse_refs
 
 Tied = Literal["sum", "first"] | None
 _shape, _dtype, _weak_type = map(operator.attrgetter, ("shape", "dtype", "weak_type"))
@@ -53,7 +55,7 @@ def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = Fal
 
 def read_slots(index: Index, tree: PyTree, *, exact_shapes: bool = False) -> list[Any]:
     """Returns the values of the slots in a tree that must have all of them, such as a model of another type."""
-    values = per_slot(index, tree, "first", exact_shapes=exact_shapes)
+    values = list(map(value_of, per_slot(index, tree, "first", exact_shapes=exact_shapes)))
     missing = [slot.path for slot, value in zip(index.slots, values, strict=True) if value is None]
     if missing:
         raise ValueError(
@@ -175,6 +177,7 @@ def project(
         raise ValueError(f'missing must be None or "zeros", got {missing!r}')
     leaves, treedef, structure = structure_of(model)
     _, index = look_up(structure, trainable, leaves)
+    refuse_refs(index)
     return index.canonical(slot_gradients(index, grads, missing), treedef)
 
 

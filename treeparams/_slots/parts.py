@@ -24,6 +24,7 @@ from .index import Index
 from .layout import Layout, Trainable, index_of
 from .match import read_slots
 from .trainable import check_is_model, look_up, warn_of_forgotten_ties
+from .untrained import refuse_refs
 
 M = TypeVar("M")
 
@@ -147,11 +148,13 @@ class Parts(Generic[M]):
         return jtu.tree_unflatten(static.treedef, index.everywhere([*slots, None, *computed]))
 
 
-def take_apart(model: M, trainable: Trainable) -> Parts[M]:
-    """Splits a model into one array per slot and the rest."""
+def take_apart(model: M, trainable: Trainable, *, allow_refs: bool = False) -> Parts[M]:
+    """Splits a model into one array per slot and the rest; refuses a ref among the slots."""
     leaves, treedef, structure = structure_of(model)
     check_is_model(leaves, structure)
     layout, index = look_up(structure, trainable, leaves)
+    if not allow_refs:
+        refuse_refs(index)
     if not isinstance(trainable, Layout):
         warn_of_forgotten_ties(index)
     static = _Static(layout, index, treedef, index.gathers.values(leaves))
@@ -206,10 +209,9 @@ def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:
 
 
 def other_values(rest: Rest[Any]) -> dict[str, Any]:
-    """Returns the leaves that are not arrays, by path."""
+    """Returns the refs, and the leaves that are not arrays, by path."""
     static = _halves(rest)[1]
-    structure = static.index.structure
-    paths = [path for path, spec in zip(structure.paths, structure.specs, strict=True) if spec is None]
+    paths = static.index.gathers.values(static.index.structure.paths)
     return dict(zip(paths, static.values.values, strict=True))
 
 

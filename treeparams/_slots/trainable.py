@@ -18,7 +18,7 @@ from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
 from .said import change, choose
 from .ties import Alias, find_ties, followers, settle
-from .untrained import warn_of_floats
+from .untrained import refuse_refs, warn_of_floats
 from .where import Where
 
 
@@ -84,8 +84,8 @@ def layout(
 
     Raises:
         ValueError: a `where` selects nothing; a mask has another structure; a tied parameter is trained at one path and
-            frozen at another; the shapes or dtypes of a tie do not match; the model is cyclic; it does not fit the
-            given `Layout`.
+            frozen at another; the shapes or dtypes of a tie do not match; a ref (`jax.new_ref`) would be trained; the
+            model is cyclic; it does not fit the given `Layout`.
         TypeError: `trainable` is none of these; a field declared trained holds no floating or complex array.
 
     Warns:
@@ -102,6 +102,7 @@ def layout(
         warn_of_floats(structure)
     if freeze is None and thaw is None and ties is None:
         made, index = look_up(structure, trainable, leaves)
+        refuse_refs(index)
         if not isinstance(trainable, Layout):
             warn_of_parted_ties(index, leaves)
         return made
@@ -110,6 +111,7 @@ def layout(
             raise ValueError("the Layout passed as `trainable` has its ties already; pass `ties` where you make it")
         return changed(look_up(structure, trainable)[0], freeze, thaw)
     made = _make(structure, trainable, freeze, thaw, ties)
+    refuse_refs(index_of(made))
     if ties is not None:
         note_given(structure, index_of(made).ties)
     warn_of_accidents(index_of(made), leaves)

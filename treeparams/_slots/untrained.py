@@ -1,4 +1,4 @@
-"""Messages about leaves that look like parameters and are not: numbers, and models that train nothing."""
+"""Messages about leaves that look like parameters and are not: numbers and refs; and models that train nothing."""
 
 from .._tree.messages import AS_ARRAY, warn
 from .._tree.structure import Structure
@@ -39,6 +39,18 @@ def warn_of_floats(structure: Structure) -> None:
             f"{quoted(paths)}: a Python number is not a parameter and does not train. To train it, {AS_ARRAY}. If "
             "it is a constant, hold it in a static field, or outside the model",
             about=("floats", *structure.kinds[:1]),
+        )
+
+
+def refuse_refs(index: Index) -> None:
+    """Raises a `ValueError` if a ref is among what is trained."""
+    refs = [index.structure.paths[i] for i in sorted(index.structure.refs) if index.trained[i]]
+    if refs:
+        raise ValueError(
+            f"expected arrays to train, got a ref, which is an array that can be written, at {quoted(refs)}. To train "
+            "its value, put ref[...] or jax.freeze(ref) into the model, and make a new ref of the result, "
+            f"jax.new_ref(array). To leave it out, pass freeze={refs[0]!r} to tp.layout, declare it frozen, or pass a "
+            "`where` without it"
         )
 
 

@@ -4,6 +4,7 @@ The files, from the bottom up:
 
     types        PyTree, TreeDef, for type checkers and at run time
     dtypes       which are floating or complex, which one holds several; arrays in another one
+    refs         arrays that can be written
     paths        key paths as text and back; the nearest path to a misspelt one
     globs        globs over paths; the text that their stars match
     static_keys  static values compared by type and content

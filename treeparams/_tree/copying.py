@@ -11,6 +11,7 @@ from .flattening import flatten
 from .messages import name_deleted
 from .numbers import NUMBERS
 from .recognise import structure_of
+from .refs import is_ref, new_ref, value_of
 
 M = TypeVar("M")
 
@@ -31,8 +32,8 @@ def copy(tree: M) -> M:
         tree: any pytree.
 
     Returns:
-        A tree of the same structure. An array at several paths is copied once; leaves that are not arrays are
-        unchanged.
+        A tree of the same structure. An array at several paths is copied once; a ref (`jax.new_ref`) becomes a new ref;
+        leaves that are not arrays are unchanged.
     """
     leaves, treedef = flatten(tree)
     if not NUMBERS.isdisjoint(map(type, leaves)):
@@ -52,4 +53,6 @@ def copy_leaf(leaf: Any) -> Any:
     """Returns a copy of an array; any other value unchanged."""
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
+    if is_ref(leaf):
+        return new_ref(value_of(leaf))
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

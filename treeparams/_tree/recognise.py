@@ -23,7 +23,7 @@ from .flattening import Avals, flatten, getter, same_treedef
 from .lost_ties import meet
 from .numbers import note_numbers
 from .static_keys import SIMPLE, contents, found_at, is_settled, static_key
-from .structure import Structure, scan
+from .structure import Structure, refs_in, scan
 from .types import PyTree, TreeDef
 
 # JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a
@@ -79,6 +79,9 @@ class _Known:
         if self.types != kinds or self.context != context or not same_treedef(self.treedef, treedef):
             return False
         if self.numpy_dtypes and self.numpy_dtypes != list(map(_dtype, self.numpy(leaves))):
+            return False
+        # Of a tracer the type does not tell whether it is a ref.
+        if self.structure.is_traced and refs_in(leaves) != self.structure.refs:
             return False
         arrays = self.arrays(leaves)
         if len(set(map(id, arrays))) != self.distinct:

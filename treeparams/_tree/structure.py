@@ -19,6 +19,7 @@ from .declare import is_box
 from .dtypes import is_inexact
 from .flattening import take
 from .paths import join_path, sibling_entries
+from .refs import is_ref
 from .static_keys import StaticKeys, identical, is_settled
 from .text import describe, kind_of
 from .types import PyTree, TreeDef
@@ -68,6 +69,7 @@ class Structure:
     statics: tuple[Any, ...]  # keys of each node's type and static value; taken at once, since a list may change later
     bare: tuple[object, ...]  # static `object()`s, whose keys are their order
     settled: bool  # whether the leaves that are no arrays are of types whose values cannot change in place
+    refs: frozenset[int]  # the arrays that can be written; no part of the value
     is_unpickled: bool = False  # then its bare objects are copies
     is_traced: bool = False  # whether leaves are tracers, which do not tell which arrays are one
     _memo: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
@@ -121,7 +123,7 @@ class Structure:
     def __reduce__(self) -> Any:
         # A treedef that holds static values does not pickle. A tree of that structure does.
         skeleton = jtu.tree_unflatten(self.treedef, range(self.treedef.num_leaves))
-        return _from_skeleton, (skeleton, self.specs, self.values, self.first, self.settled)
+        return _from_skeleton, (skeleton, self.specs, self.values, self.first, self.settled, self.refs)
 
     def has_statics_of(self, other: "Structure") -> bool:
         """Returns whether another structure has the same nodes, with the same static values.
@@ -144,6 +146,10 @@ class Structure:
         """Returns whether a leaf can be trained."""
         spec = self.specs[i]
         return spec is not None and spec.parameter
+
+    def is_array(self, i: int) -> bool:
+        """Returns whether a leaf is an array that cannot be written."""
+        return self.specs[i] is not None and i not in self.refs
 
     def spec(self, i: int) -> Spec:
         """Returns the shape and dtype of an array leaf."""
@@ -180,7 +186,12 @@ def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     is_traced = bool([kind for kind in set(map(type, leaves)) if issubclass(kind, Tracer)])
     values = tuple([None if spec else kind_of(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
     arrays = tuple(specs), values, tuple(same)
-    return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, is_traced=is_traced)
+    return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, refs_in(leaves), is_traced=is_traced)
+
+
+def refs_in(leaves: Sequence[Any]) -> frozenset[int]:
+    """Returns the positions of the refs."""
+    return frozenset([i for i, leaf in enumerate(leaves) if is_ref(leaf)])
 
 
 class _Reading:
@@ -262,14 +273,15 @@ def _from_skeleton(
     values: tuple[str | None, ...],
     first: tuple[int, ...],
     settled: bool,
+    refs: frozenset[int],
 ) -> Structure:
     treedef, read = jtu.tree_structure(skeleton), _Reading(skeleton)
     arrays = specs, values, first
-    return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, is_unpickled=True)
+    return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, refs, is_unpickled=True)
 
 
 def _spec(leaf: Any) -> Spec | None:
-    if not is_array(leaf):
+    if not (is_array(leaf) or is_ref(leaf)):
         return None
     dtype = leaf.dtype
     if isinstance(leaf, np.ndarray):
@@ -293,11 +305,12 @@ def _spec_of(shape: tuple[int, ...], dtype: Any) -> Spec:
 
 
 def is_array(leaf: object) -> bool:
-    """Returns whether a leaf is an array, concrete, traced or abstract."""
+    """Returns whether a leaf is an array, concrete, traced or abstract, and no ref."""
     always = _is_array_type(type(leaf))
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUMm"  # objects, texts and times are no arrays to JAX
-    return isinstance(leaf, jax.Array) if always is None else always
+    # JAX 0.7.0 counts traced refs as arrays.
+    return isinstance(leaf, jax.Array) and not is_ref(leaf) if always is None else always
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +22,7 @@ from .._slots.trainable import look_up
 from .._tree.dtypes import Array
 from .._tree.paths import join_path, quote
 from .._tree.recognise import structure_of
+from .._tree.refs import value_of
 from .._tree.structure import Spec
 from .._tree.types import PyTree
 from ..optim import TrainableState
@@ -34,15 +35,17 @@ class Contents:
     """A tree, split into the arrays to store, arrays that follow from these, and other leaves.
 
     Attributes:
-        leaves: all leaves.
+        leaves: all leaves, refs by their values.
         structure: the structure of the tree.
         aliases: for each array that is not stored, how it follows from one that is; by leaf.
         names: the names of all arrays, by leaf. A name is a path.
     """
 
     def __init__(self, tree: PyTree, trainable: Trainable = None) -> None:
-        self.leaves, self.treedef, self.structure = structure_of(tree)
+        leaves, self.treedef, self.structure = structure_of(tree)
         structure = self.structure
+        self._refs = {i: leaves[i] for i in structure.refs}
+        self.leaves = [leaves[i] if i not in self._refs else value_of(leaves[i]) for i in range(len(leaves))]
         ties = find_ties(structure) if trainable is None else look_up(structure, trainable)[1].ties
         self.aliases = {alias.leaf: alias for alias in ties}
         arrays = [i for i, spec in enumerate(structure.specs) if spec is not None]
@@ -109,6 +112,13 @@ class Contents:
                 value = alias.value_from(leaves[alias.source], self.structure.spec(alias.source))
                 leaves[i] = placed(self.names[i], value, self.leaves[i]) if alias.transforms else value
         return leaves
+
+    def tree(self, leaves: Sequence[Any]) -> PyTree:
+        """Returns the tree of these leaves. Values that differ from those of the tree's refs are written into these."""
+        for i, ref in self._refs.items():
+            if leaves[i] is not self.leaves[i]:
+                ref[...] = leaves[i]
+        return jtu.tree_unflatten(self.treedef, [self._refs.get(i, leaf) for i, leaf in enumerate(leaves)])
 
     @functools.cached_property
     def states(self) -> dict[str, TrainableState]:

@@ -86,7 +86,8 @@ def loads(message: object, have: M, restructure: object = None, *, version: obje
     """Reads a message of `saving.dumps` into a tree, a vector or stacks like those that were sent.
 
     `loads` checks the whole message before it returns anything. If it raises an error, you keep `have`, which it never
-    changes. The result has new buffers, so you may discard the message.
+    changes, except that it writes into its refs (`jax.new_ref`) if all is right. The result has new buffers, so you may
+    discard the message.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import saving

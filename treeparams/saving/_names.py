@@ -11,6 +11,7 @@ from numpy.lib.format import MAGIC_PREFIX, read_array_header_1_0, read_array_hea
 from .._files.arrays import array_spec, in_numpy
 from .._files.names import Names, name_of, names_in
 from .._slots.layout import Layout, index_of
+from .._tree.refs import value_of
 from .._tree.structure import is_array
 from .._tree.text import first_few
 from .._tree.types import PyTree
@@ -33,7 +34,7 @@ def names_of(source: Any) -> Names:
         return _of_npz(source)
     # Only arrays have names; a number among the values has none.
     if isinstance(source, Mapping) and all(isinstance(name, str) and _is_leaf(each) for name, each in source.items()):
-        return _of_arrays({name: array for name, array in source.items() if not _is_no_array(array)})
+        return _of_arrays({name: value_of(array) for name, array in source.items() if not _is_no_array(array)})
     return _of_tree(source)
 
 
@@ -99,6 +100,7 @@ def _of_tree(tree: PyTree) -> Names:
 
 def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
     """Returns a leaf unchanged, but the shape of an array that JAX does not know, such as Orbax's description."""
+    leaf = value_of(leaf)
     if is_array(leaf) or _is_no_array(leaf):
         return leaf
     leaf = _checked(jtu.keystr(path), leaf)

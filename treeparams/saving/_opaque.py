@@ -147,7 +147,7 @@ def _is_foreign(value: object) -> bool:
 
 
 _COLLECTIONS = list, tuple, collections.deque, set, frozenset
-_LOOKED_AT = jax.Array, functools.partial
+_LOOKED_AT = jax.Array, functools.partial, getattr(jax, "Ref", jax.Array)  # public since JAX 0.7.2
 _BARE = (
     *(str, bytes, int, float, complex, type(None), type, enum.Enum, np.generic, np.dtype, np.ufunc, types.ModuleType),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, jax.ShapeDtypeStruct),

@@ -58,7 +58,8 @@ class Plan(Generic[M]):
                 error unless the plan is not strict.
 
         Returns:
-            The model. Leaves that are not arrays are those of the model that the plan was made for. So are, with
+            The model. Leaves that are not arrays are those of the model that the plan was made for. So are its refs
+            (`jax.new_ref`), into which the arrays that come to them are written. So are, with
             `strict=False`, the arrays that nothing comes to. Each array is placed on the devices of the model's array
             if that one is committed to them. JAX arrays that the plan does not change may share their buffers with
             `arrays`.
@@ -71,7 +72,7 @@ class Plan(Generic[M]):
                 cannot be compared.
         """
         given = compared(names_of(arrays), self._source, self._fit, self._strict)
-        return jtu.tree_unflatten(self._contents.treedef, filled(self._contents, self._fit, given))
+        return self._contents.tree(filled(self._contents, self._fit, given))
 
     def state(self, source: Any, like: TrainableState, tx: Any = None) -> TrainableState:
         """Carries a state of an optimiser over from the old model to the new one.

@@ -5,10 +5,9 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
-import jax.tree_util as jtu
 import numpy as np
 
-from .._files.arrays import Like, inventory_of, kind_of, placed, placed_in_turn
+from .._files.arrays import Like, inventory_of, kind_of, placed_in_turn
 from .._files.file import PREFIX, Draft, File, file_at
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
@@ -44,12 +43,12 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     5
 
     `save` writes trained and frozen parameters, integers, bools and PRNG keys, from JAX or NumPy, in the dtypes they
-    have, and numbers and texts with their types. It does not write anything else: functions, other objects, static
-    fields and the structure come from the code that builds the model. The file also records the digest of the tree's
-    layout, which paths share one array, the checksum of each array, and which parameters each array of an optimiser's
-    state belongs to. For a `Restructure` in the tree it records where each parameter lies in its vector or stacks. Any
-    program that reads safetensors can read the arrays. Complex numbers are stored as pairs, and dtypes that the format
-    lacks as bytes.
+    have, the values of refs (`jax.new_ref`), and numbers and texts with their types. It does not write anything else:
+    functions, other objects, static fields and the structure come from the code that builds the model. The file also
+    records the digest of the tree's layout, which paths share one array, the checksum of each array, and which
+    parameters each array of an optimiser's state belongs to. For a `Restructure` in the tree it records where each
+    parameter lies in its vector or stacks. Any program that reads safetensors can read the arrays. Complex numbers are
+    stored as pairs, and dtypes that the format lacks as bytes.
 
     The new file replaces an old one only when all of it is on the disk, so a killed process or a full disk leaves the
     old file intact. The new file keeps the mode and the owner of the old one, if the system allows it. If several
@@ -193,15 +192,16 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
 
     Args:
         path: the path of a file that `save` wrote.
-        like: a tree with the same structure, shapes, dtypes and ties, and with numbers where the file has numbers. You
-            get functions, other objects and static fields from it. Arrays go where its arrays are: to their devices,
-            with their sharding, in NumPy or in JAX. A leaf may be a `jax.ShapeDtypeStruct`; it gets the ties of the
+        like: a tree with the same structure, shapes, dtypes and ties, and with numbers where the file has numbers.
+            You get functions, other objects and static fields from it. Arrays go where its arrays are: to their
+            devices, with their sharding, in NumPy or in JAX. A ref (`jax.new_ref`) stays that ref: its array is written
+            into it, after all of the file is checked. A leaf may be a `jax.ShapeDtypeStruct`; it gets the ties of the
             file. A state of an optimiser must have the same histories as the saved one. The state that `tx.init`
             returns has one history; if the saved state has others, the error shows the calls that make them.
         checksum: whether to compare the arrays with their checksums.
 
     Returns:
-        The tree, in new buffers, with one array at all paths of a tie. No array has a weak type.
+        The tree, in new buffers but for refs, with one array at all paths of a tie. No array has a weak type.
 
     Raises:
         OSError: the file does not exist.
@@ -255,7 +255,7 @@ def filled(
 
     values = dict(placed_in_turn(map(with_its_leaf, arrays)))
     values |= {leaves[name]: from_words(said) for name, said in values_in(words).items()}
-    return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
+    return contents.tree(contents.leaves_with(values))
 
 
 def leaves_in(contents: Contents, file: File) -> dict[str, int]:

@@ -1,0 +1,151 @@
+"""Refs as leaves: arrays that can be written, which cannot be trained."""
+
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from ..zoo import new_ref, with_refs
+
+
+def loss(model, x=1.0):
+    return jnp.sum(model["w"]) * jnp.sum(model["mean"][...]) * x
+
+
+TRAINS = {
+    "layout": tp.layout,
+    "grad": lambda model: tp.grad(loss)(model),
+    "ravel": tp.ravel,
+    "stack": tp.stack,
+    "partition": tp.partition,
+    "trainables": tp.trainables,
+    "project": lambda model: tp.project(model, {"w": jnp.ones(2)}),
+    "optim": lambda model: optim.trainable(optax.sgd(0.1)).init(model),
+    "groups": lambda model: optim.trainable(optim.groups({"w": optax.sgd(1)}, default=optax.sgd(2))).init(model),
+    "thaw": lambda model: tp.layout(model, freeze="mean").thaw("mean"),
+    "a mask": lambda model: tp.layout(model, jax.tree.map(lambda _: True, model)),
+    "a where": lambda model: tp.layout(model, "mean"),
+    "a layout of arrays": lambda model: tp.grad(loss, tp.layout({**model, "mean": jnp.ones(3)}))(model),
+    "inside jit": lambda model: jax.jit(lambda refs: tp.layout({**model, **refs}).size)({"mean": model["mean"]}),
+}
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_a_ref_among_what_trains_is_refused_with_the_way(name):
+    with pytest.raises(ValueError, match="got a ref, which is an array that can be written, at 'mean'") as caught:
+        TRAINS[name](with_refs())
+    for words in ("ref[...] or jax.freeze(ref) into", "a new ref of the result", "freeze='mean'", "declare it frozen"):
+        assert words in str(caught.value)
+
+
+class Declared(eqx.Module):
+    w: jax.Array
+    mean: object = tp.field(trainable=False)
+
+
+WAYS = {
+    "freeze": lambda model: tp.layout(model, freeze="mean"),
+    "where": lambda model: tp.layout(model, "w"),
+    "a glob that takes it away": lambda model: tp.layout(model, ["**", "!mea*"]),
+    "all leaves but it": lambda model: tp.layout(model, tp.leaves(lambda path, leaf: leaf.shape != (3,))),
+    "mask": lambda model: tp.layout(model, {**jax.tree.map(lambda _: True, model), "mean": False}),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_frozen_ref_is_left_alone(name):
+    model = with_refs()
+    layout = WAYS[name](model)
+    assert layout.paths == ("w",)
+    assert "mean  float32[3]       frozen     3" in str(layout)
+    params, rest = tp.partition(model, layout)
+    vector, restructure = tp.ravel(model, layout)
+    made = [tp.combine(params, rest), restructure(vector), tp.maptrainable(jnp.sin, model, trainable=layout)]
+    tx = optim.trainable(optax.sgd(1.0), layout)
+    made.append(optim.step(tx, tp.grad(loss, layout)(model), tx.init(model), model)[0])
+    made.append(optim.apply_updates(model, {"w": jnp.ones(2)}))
+    for each in made:
+        assert each["mean"] is model["mean"]
+        assert each["steps"] is model["steps"]
+    np.testing.assert_array_equal(tp.grad(loss, layout)(model)["w"], [21, 21])
+    assert hash(layout) == hash(pickle.loads(pickle.dumps(layout)))
+    assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_a_declared_ref_is_frozen_and_an_integer_one_is_a_buffer():
+    assert tp.layout(Declared(jnp.ones(2), new_ref(jnp.ones(3)))).paths == ("w",)
+    assert tp.layout({"w": jnp.ones(2), "steps": new_ref(jnp.array(4)), "key": new_ref(jax.random.key(0))}).paths == (
+        "w",
+    )
+
+
+def test_a_model_with_refs_has_the_layout_and_digest_of_one_with_arrays():
+    model = with_refs()
+    arrays = {**model, "mean": model["mean"][...], "steps": model["steps"][...]}
+    layouts = [tp.layout(each, freeze="mean") for each in (model, arrays)]
+    assert layouts[0] == layouts[1]
+    assert layouts[0].digest == layouts[1].digest
+    np.testing.assert_array_equal(tp.grad(loss, layouts[1])(model)["w"], [21, 21])
+
+
+def test_refs_are_known_inside_a_trace_from_arrays_of_their_shape():
+    model = {"w": jnp.ones(3), "mean": new_ref(jnp.full(3, 2.0))}
+    layout = tp.layout(model, "w")
+
+    @jax.jit
+    def gradient(model):
+        made = tp.layout(model, "w")  # of a traced ref
+        assert made == layout
+        return tp.grad(loss, made)(model)["w"]
+
+    arrays = {"w": jnp.ones(3), "mean": jnp.ones(3)}
+    assert jax.jit(lambda model: jnp.array(tp.layout(model).size))(arrays) == 6
+    np.testing.assert_array_equal(gradient(model), [6, 6, 6])
+    assert jax.jit(lambda model: jnp.array(tp.layout(model).size))(arrays) == 6
+
+
+def test_a_jitted_step_writes_refs_and_gives_them_back():
+    model = with_refs()
+
+    @tp.jit
+    def step(model):
+        model["steps"][...] += 1
+        model["mean"][...] = 2 * model["mean"][...]
+        return {**model, "w": model["w"] + 1}
+
+    after = step(step(model))
+    assert after["mean"] is model["mean"]
+    assert int(after["steps"][...]) == 6
+    np.testing.assert_array_equal(after["mean"][...], [28, 28, 28])
+
+
+def test_what_reads_refuses_no_ref():
+    model = with_refs()
+    roles = {row.path: row.role for row in tp.summary(model).rows}
+    assert roles == {"mean": "frozen", "seen": "other", "steps": "other", "w": "trained"}
+    totals = {role: total.elements for role, total in tp.summary(model).totals.items()}
+    assert totals == {"trained": 2, "frozen": 3, "other": 2}
+    copy = tp.copy(model)
+    model["mean"][...] = jnp.zeros(3)
+    model["steps"][...] = jnp.array(0)
+    np.testing.assert_array_equal(copy["mean"][...], [7, 7, 7])
+    assert int(copy["steps"][...]) == 4
+    shared = new_ref(jnp.ones(2))
+    twice = tp.copy({"a": shared, "b": shared})
+    assert twice["a"] is twice["b"] is not shared
+
+
+def test_replace_gives_a_new_ref():
+    model = with_refs()
+    for value in (jnp.full(3, 14.0), lambda mean: 2 * mean):
+        made = tp.replace(model, {"mean": value})
+        np.testing.assert_array_equal(made["mean"][...], [14, 14, 14])
+        assert made["steps"] is model["steps"]
+    np.testing.assert_array_equal(model["mean"][...], [7, 7, 7])
