@@ -18,6 +18,7 @@ from jax.core import Tracer
 from .declare import is_box
 from .dtypes import is_inexact
 from .flattening import take
+from .memory import of_class
 from .paths import join_path, sibling_entries
 from .static_keys import StaticKeys, identical, is_settled
 from .text import describe, kind_of
@@ -300,7 +301,7 @@ def is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) if always is None else always
 
 
-@functools.cache
+@of_class
 def _is_array_type(kind: type) -> bool | None:
     # `isinstance(x, jax.Array)` asks the value, at a microsecond each; only for tracers does the answer depend on it.
     if issubclass(kind, Tracer):
@@ -308,6 +309,6 @@ def _is_array_type(kind: type) -> bool | None:
     return issubclass(kind, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
-@functools.cache
+@of_class
 def _is_jax_type(kind: type) -> bool:
     return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) and not issubclass(kind, Tracer)
