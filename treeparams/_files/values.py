@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree.memory import of_class
+from .._tree.memory import with_object
 
 Value = bool | int | float | complex | str | np.generic
 """A number or a text."""
@@ -78,7 +78,7 @@ def from_words(said: Sequence[str]) -> Value:
     return np.frombuffer(bytes.fromhex(text), dtype)[0]
 
 
-@of_class
+@with_object
 def kind_in_words(kind: type) -> str | None:
     """Returns the name in a file of a type of numbers or texts; `None` for any other type.
 

@@ -21,20 +21,21 @@ class Recent(collections.OrderedDict[Hashable, None]):
             self.popitem(last=False)
 
 
-def of_class(function: Callable[..., T]) -> Callable[..., T]:
-    """Remembers what a function says of a class as long as the class lives; `functools.cache` would keep it alive.
+def with_object(function: Callable[..., T]) -> Callable[..., T]:
+    """Remembers what a function says of an object, such as a class, as long as that lives.
 
-    The function may have further arguments; it is asked again if they differ from the last ones.
+    `functools.cache` would keep it alive. The function may have further arguments; it is asked again if they differ
+    from the last ones. What it returns must not hold the object.
     """
     known: dict[int, tuple[Any, T, object]] = {}  # by identity: a `WeakKeyDictionary` takes twice the time
 
     @functools.wraps(function)
-    def remembering(cls: type, *args: Hashable) -> T:
-        key = id(cls)
+    def remembering(given: Any, *args: Hashable) -> T:
+        key = id(given)
         found = known.get(key)
         if found is None or found[0] != args:
-            at_its_end = weakref.ref(cls, lambda _: known.pop(key, None))
-            found = known[key] = args, function(cls, *args), at_its_end
+            at_its_end = weakref.ref(given, lambda _: known.pop(key, None))
+            found = known[key] = args, function(given, *args), at_its_end
         return found[1]
 
     return remembering

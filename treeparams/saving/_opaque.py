@@ -13,7 +13,7 @@ import numpy as np
 
 from .._files.values import LONG
 from .._tree.flattening import take
-from .._tree.memory import of_class
+from .._tree.memory import with_object
 from .._tree.structure import is_array, keys_of
 from .._tree.text import describe
 from ._contents import Contents
@@ -131,7 +131,7 @@ def _slots_of(kind: type) -> list[tuple[str, types.MemberDescriptorType]]:
     return [(name, each) for name, each in members if isinstance(each, types.MemberDescriptorType)]
 
 
-@of_class
+@with_object
 def _is_bare(kind: type) -> bool:
     """Returns whether values of a type hold no arrays. Functions count as such, whatever they close over."""
     is_of_jax = kind.__module__.partition(".")[0] in ("jax", "jaxlib")

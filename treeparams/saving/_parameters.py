@@ -1,7 +1,6 @@
 """Parameters in a vector or in stacks by name, on the host: reads them from the form, and puts them into a new one."""
 
 import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from .._forms.form import Form
 from .._forms.restructure import Restructure, halves_of
 from .._slots.layout import Layout
 from .._tree.dtypes import is_complex
+from .._tree.memory import with_object
 from .._tree.text import describe
 
 
@@ -30,18 +30,9 @@ def layout_and_form(restructure: object) -> tuple[Layout, Form]:
     return restructure.layout, halves_of(restructure)[2]
 
 
+@with_object
 def inventory(form: Form) -> Inventory:
     """Returns how the parameters in a form are stored, by name, each in its own dtype; senders often ask."""
-    known = _known.setdefault(form, {})
-    if form.paths not in known:
-        known[form.paths] = _inventory(form)
-    return known[form.paths]
-
-
-_known: "weakref.WeakKeyDictionary[Form, dict[tuple[str, ...], Inventory]]" = weakref.WeakKeyDictionary()
-
-
-def _inventory(form: Form) -> Inventory:
     kinds = dict[str, Kind]()
     for slot, path in enumerate(form.paths):
         block, number = form.locations[slot]
@@ -86,6 +77,7 @@ def form_from(form: Form, received: Message, like: Any) -> Any:
     return jtu.tree_unflatten(form.treedef, list(map(placed, [form.noun] * len(leaves), wholes, leaves)))
 
 
+@with_object
 def _names(form: Form) -> list[list[str]]:
     """Returns the names of the parameters in each block."""
     return [[name_of(form.paths[slot]) for slot in slots] for slots in form.members]
