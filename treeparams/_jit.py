@@ -104,7 +104,7 @@ class Jitted(Generic[P, R]):
             return as_rest(fun(*args, **kwargs))
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
-        self._run = jax.jit(run, donate_argnums=0, **jit_kwargs)
+        self._run = jax.jit(run, donate_argnums=() if donate == "none" else 0, **jit_kwargs)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         donated, kept = self._take_apart(args, kwargs)

@@ -14,9 +14,13 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import treeparams as tp
+from treeparams import optim, saving
+from treeparams._tree.memory import Recent
+from treeparams._tree.recognise import _BUCKETS, _PER_BUCKET, _known
 
 from ..zoo import ramp
 
@@ -186,3 +190,109 @@ def test_no_tracer_is_kept_alive():
 
     with jax.checking_leaks():
         assert float(jax.jit(f)(2.0)) == 8
+
+
+def loss(model: Holder) -> jax.Array:
+    return jnp.sum(model.weight**2)
+
+
+def in_optax(form: Any, kept: Any = None) -> Any:
+    def use(model: Holder) -> None:
+        tx = kept or form(optax.sgd(0.1, momentum=0.9))
+        state = tx.init(model)
+        _, state = optim.step(tx, tp.grad(loss)(model), state, model)
+        optim.set_trainable(tx, state, model, None), str(optim.report(tx, model)), str(tp.summary(state))
+
+    return use
+
+
+FORMS = [optim.trainable, optim.flat, optim.stacked]
+VERBS = {
+    "layout": lambda model: (tp.layout(model).mask, tp.layout(model, "weight").digest),
+    "str": lambda model: str(tp.layout(model)),
+    "where": lambda model: tp.layout(model, lambda model: model.weight),
+    "partition": lambda model: tp.combine(*tp.partition(model)),
+    "ravel": lambda model: (lambda vector, restructure: restructure(vector))(*tp.ravel(model)),
+    "stack": lambda model: (lambda stacks, restructure: restructure(stacks))(*tp.stack(model)),
+    "grad": lambda model: tp.grad(loss)(model),
+    "jit": lambda model: tp.jit(lambda model: tp.grad(loss)(model))(model),
+    "reached": lambda model: tp.reached(loss)(model),
+    "moved": lambda model: tp.moved(lambda model: tp.maptrainable(jnp.sin, model))(model),
+    "ema": lambda model: tp.ema(model, model, decay=0.5),
+    "diff": lambda model: str(tp.diff(model, tp.copy(model))),
+    "summary": lambda model: str(tp.summary(model)),
+    "tie": lambda model: tp.tie((model, tp.copy(model)), "1.weight", to="0.weight"),
+    "dumps": lambda model: saving.dumps(model),
+    **{f"new {form.__name__}": in_optax(form) for form in FORMS},
+    **{f"kept {form.__name__}": in_optax(form, form(optax.sgd(0.1, momentum=0.9))) for form in FORMS},
+}
+CAPTURE = {
+    "closure": lambda marker: lambda: marker,
+    "jitted closure": lambda marker: jax.jit(lambda x: (x, marker)[0]),
+    "configuration": lambda marker: Config(0, marker),
+    "list": lambda marker: [marker],
+    "instance of a local class": lambda marker: type("Local", (), {"get": lambda self: marker})(),
+}
+
+
+@pytest.mark.usefixtures("only_new_garbage")
+@pytest.mark.filterwarnings("ignore:.*(layout of such a model|one array)")
+def test_nothing_that_a_static_field_captures_lives_on():
+    def use(i: int, verb: str, capture: str) -> weakref.ref[Plain]:
+        marker = Plain([])
+        VERBS[verb](Holder(ramp(2 + i), CAPTURE[capture](marker)))
+        return weakref.ref(marker)
+
+    # A program is compiled for each static value, so not every form is tried with every value.
+    held = {(verb, "closure", i): use(i, verb, "closure") for verb in VERBS for i in range(2)}
+    held |= {("partition", capture): use(2, "partition", capture) for capture in CAPTURE}
+    held |= {("jit", capture): use(2, "jit", capture) for capture in CAPTURE}
+    jax.clear_caches()
+    gc.collect()
+    assert [key for key, ref in held.items() if ref() is not None] == []
+
+
+def bind(held: Any, x: jax.Array) -> jax.Array:
+    return x.T
+
+
+@pytest.mark.usefixtures("only_new_garbage")
+def test_no_transform_rule_or_type_of_a_leaf_lives_on():
+    def meet(marker: Plain) -> None:
+        layout = tp.layout(
+            {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 2))}, ties={"b": ("a", functools.partial(bind, marker))}
+        )
+        assert layout.ties == {"a": ("b",)}
+        rule = optax.sgd(0.1, momentum=0.9)
+        update = lambda *args: (marker, rule.update(*args))[1]
+        optim.flat(optax.GradientTransformation(rule.init, update)).init({"a": ramp(2), "b": ramp(3)})
+        model = {"a": ramp(2), "leaf": type("Leaf", (), {"get": lambda self: marker})()}
+        tp.combine(*tp.partition(model)), str(tp.summary(model)), str(tp.diff(model, model))
+
+    meet(marker := Plain([]))
+    held = weakref.ref(marker)
+    del marker
+    jax.clear_caches()
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.usefixtures("only_new_garbage")
+def test_what_something_holds_stays_known_through_a_collection():
+    model = Holder(ramp(2), lambda: None)
+    layout = tp.layout(model)
+    gc.collect()
+    assert tp.layout(model) is layout
+
+
+def test_memories_of_many_models_are_bounded():
+    array = ramp(2)
+    for i in range(3000):  # dictionaries of as many leaves are one to JAX's hash
+        tp.layout({f"x{i}": array})
+    assert max(map(len, _known.values())) == _PER_BUCKET
+    for i in range(_BUCKETS + 20):
+        tp.layout([array, *["name"] * i])
+    assert len(_known) == _BUCKETS
+    recent = Recent()
+    recent.note(range(2 * recent.most))
+    assert list(recent) == list(range(recent.most, 2 * recent.most))

@@ -4,12 +4,13 @@ JSON alone is not enough. It has no complex numbers, no NaN and no `float32`, an
 of up to 4,300 digits.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from .._tree.memory import with_object
 
 Value = bool | int | float | complex | str | np.generic
 """A number or a text."""
@@ -77,7 +78,7 @@ def from_words(said: Sequence[str]) -> Value:
     return np.frombuffer(bytes.fromhex(text), dtype)[0]
 
 
-@functools.lru_cache(maxsize=1024)
+@with_object
 def kind_in_words(kind: type) -> str | None:
     """Returns the name in a file of a type of numbers or texts; `None` for any other type.
 

@@ -148,7 +148,7 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
     seen[0] = changes()
     # Of ties that only a layout knows `warn_of_forgotten_ties` warns. Where one of the two is frozen, somebody has
     # decided that they are not one.
-    given = {frozenset((tie.leaf, tie.source)) for tie in given_to(structure)}
+    given = {frozenset(pair) for *pair, _ in given_to(structure)}
     pairs = [pair for pair in parted(structure, index.sources) if all(index.trained[i] for i in pair)]
     pairs = _compared.without(structure, [pair for pair in pairs if frozenset(pair) not in given])
     lost = list[Pair]()

@@ -17,7 +17,7 @@ from .accidents import warn_of_accidents, warn_of_parted_ties
 from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
 from .said import change, choose
-from .ties import Alias, find_ties, followers, settle
+from .ties import find_ties, followers, settle
 from .untrained import refuse_refs, warn_of_floats
 from .where import Where
 
@@ -113,7 +113,7 @@ def layout(
     made = _make(structure, trainable, freeze, thaw, ties)
     refuse_refs(index_of(made))
     if ties is not None:
-        note_given(structure, index_of(made).ties)
+        note_given(structure, [(tie.leaf, tie.source, bool(tie.transforms)) for tie in index_of(made).ties])
     warn_of_accidents(index_of(made), leaves)
     warn_of_parted_ties(index_of(made), leaves)
     return made
@@ -133,7 +133,7 @@ def warn_of_forgotten_ties(index: Index) -> None:
     if not given:
         return
     paths = index.structure.paths
-    names = [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if _is_forgotten(index, tie)]
+    names = [f"{paths[tie[0]]!r} to {paths[tie[1]]!r}" for tie in given if _is_forgotten(index, *tie)]
     if names:
         warn(
             f"a layout of such a model ties {first_few(names)}; without that layout they are trained separately. Pass "
@@ -143,14 +143,14 @@ def warn_of_forgotten_ties(index: Index) -> None:
         )
 
 
-def _is_forgotten(index: Index, tie: Alias) -> bool:
+def _is_forgotten(index: Index, leaf: int, source: int, is_computed: bool) -> bool:
     """Returns whether a layout trains at least one end of a tie and does not record that the two are tied."""
-    if index.structure.is_traced and not tie.transforms:
+    if index.structure.is_traced and not is_computed:
         return False  # `warn_of_accidents` looks at these
-    if not (index.trained[tie.leaf] or index.trained[tie.source]):
+    if not (index.trained[leaf] or index.trained[source]):
         return False
     # The layout may know the tie the other way round, or with a third leaf as the source of both.
-    one, other = (index.sources.get(leaf, leaf) for leaf in (tie.leaf, tie.source))
+    one, other = (index.sources.get(each, each) for each in (leaf, source))
     return one != other
 
 

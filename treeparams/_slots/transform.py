@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,12 +54,17 @@ class Transform:
         ]
         return self._names[1] + (f"({', '.join(arguments)})" if arguments else "")
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 - transforms are few, and compared by value
     def tried(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, bool]:
         """Returns the shape and dtype of the result, and whether it is the array itself (a transpose of one axis).
 
         The array at an alias is then the array at its source, and such a tie is the same as one without a transform.
         """
+        known = _tried.setdefault(self, {})
+        if (shape, dtype) not in known:
+            known[shape, dtype] = self._try(shape, dtype)
+        return known[shape, dtype]
+
+    def _try(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, bool]:
         source = jax.ShapeDtypeStruct(shape, dtype)
         try:
             jaxpr, result = jax.make_jaxpr(self.__call__, return_shape=True)(source)
@@ -71,6 +77,9 @@ class Transform:
             if not isinstance(at_zero, jax.Array) or jnp.any(at_zero != 0):
                 raise ValueError(f"a tie's transform must be linear, but {self} of zeros is not an array of zeros")
         return result, at_zero is zeros or jaxpr.jaxpr.outvars[0] is jaxpr.jaxpr.invars[0]
+
+
+_tried: "weakref.WeakKeyDictionary[Transform, dict[Any, Any]]" = weakref.WeakKeyDictionary()  # by shape and dtype
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 The files, from the bottom up:
 
     types        PyTree, TreeDef, for type checkers and at run time
+    memory       memories that keep no object alive, and do not grow without limit
     dtypes       which are floating or complex, which one holds several; arrays in another one
     refs         arrays that can be written
     paths        key paths as text and back; the nearest path to a misspelt one

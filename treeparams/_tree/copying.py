@@ -11,7 +11,7 @@ from .flattening import flatten
 from .messages import name_deleted
 from .numbers import NUMBERS
 from .recognise import structure_of
-from .refs import is_ref, new_ref, value_of
+from .refs import is_ref, value_of
 
 M = TypeVar("M")
 
@@ -54,5 +54,5 @@ def copy_leaf(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
     if is_ref(leaf):
-        return new_ref(value_of(leaf))
+        return jax.new_ref(value_of(leaf))
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -5,7 +5,6 @@ classes that you write) or from the registry below (`declare`, for classes that 
 """
 
 import dataclasses
-import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ import equinox as eqx
 import jax
 
 from .globs import Glob
+from .memory import with_object
 from .paths import join_path, nearest, quote, split_path
 from .text import describe, function_name
 
@@ -181,10 +181,10 @@ def declare(
     registry.version += 1
 
 
-@functools.lru_cache(maxsize=1024)
+@with_object
 def declared(cls: type, version: int) -> Declared:
     """Returns the declarations of a class and its bases, as of a version of the registry."""
-    del version  # it is part of the cache's key
+    del version  # for the memory alone
     fields: dict[str, bool] = {}
     ties: dict[str, Any] = {}
     for each in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
@@ -210,7 +210,7 @@ def _qualified(cls: type) -> str:
     return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
 
-@functools.lru_cache(maxsize=1024)
+@with_object
 def holds_buffers(cls: type) -> bool:
     """Returns whether arrays of this class are buffers, such as running statistics, and never parameters."""
     is_state = any(_qualified(base) in _OF_BUFFERS for base in cls.__mro__)
@@ -222,7 +222,7 @@ def _is_flax_state(cls: type) -> bool:
     return _is_flax(cls, "Variable") and not _is_flax(cls, "Param")
 
 
-@functools.lru_cache(maxsize=1024)
+@with_object
 def is_box(cls: type) -> bool:
     """Returns whether a node of this class only wraps one value and adds no entry to a path (`flax.nnx.Variable`)."""
     return _is_flax(cls, "Variable", "VariableState")

@@ -10,22 +10,25 @@ trace has lost (`warn_of_lost_ties`). It holds no arrays.
 import collections
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.core import Tracer
 
 from .marks import Marks, holding
+from .memory import Recent
 from .messages import warn
 from .structure import Spec, Structure
 from .text import first_few
 
 # Kinds of structure that were met with one array at several leaves: shapes, and pairs of leaves. No arrays.
 _met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
-_met_apart: set[int] = set()  # kinds that were met with an array of its own at each leaf, and not tied before
-_given: "collections.OrderedDict[tuple[int, ...], dict[Any, None]]" = collections.OrderedDict()  # ties, to layouts
+_met_apart = Recent()  # kinds that were met with an array of its own at each leaf, and not tied before
+Given = tuple[int, int, bool]  # a leaf, the leaf that it is tied to, and whether by a transform
+_given: "collections.OrderedDict[tuple[int, ...], dict[Given, None]]" = collections.OrderedDict()  # ties, to layouts
 _on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 _MET = 1024  # kinds
+_SHAPES = 255  # of each
 _changing = threading.Lock()
 _changes = 0
 
@@ -50,7 +53,7 @@ def meet(structure: Structure, is_call: bool) -> None:
             continue
         kind = structure.kind_of(number)
         if kind not in _met_tied and not [a for a, b in pairs if root.start <= a and b < root.stop]:
-            _met_apart.add(kind)
+            _met_apart.note([kind])
     if pairs:
         note_ties(structure, pairs, above=2 if is_call else 0)
 
@@ -73,9 +76,9 @@ def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]], *, above: 
         if len(node.entries) < (above or 0) or (above is not None and kind in _met_apart):
             continue
         with _changing:
-            _met_apart.discard(kind)
+            _met_apart.pop(kind, None)
             if found not in _met_tied.setdefault(kind, []):
-                _met_tied[kind].append(found)
+                _met_tied[kind] = [*_met_tied[kind][-_SHAPES:], found]
                 _note_change()
             while len(_met_tied) > _MET:
                 _met_tied.popitem(last=False)
@@ -96,14 +99,14 @@ def likeness(structure: Structure) -> tuple[int, ...]:
     return hash(structure), *structure.kinds[:1]
 
 
-def note_given(structure: Structure, ties: Iterable[Hashable]) -> None:
+def note_given(structure: Structure, ties: Iterable[Given]) -> None:
     """Remembers ties that a layout was given, which neither arrays nor classes show."""
     _given.setdefault(likeness(structure), {}).update(dict.fromkeys(ties))
     if len(_given) > _MET:
         _given.popitem(last=False)
 
 
-def given_to(structure: Structure) -> Iterable[Any]:
+def given_to(structure: Structure) -> Iterable[Given]:
     """Returns the ties that layouts of such models were given."""
     return _given.get(likeness(structure), ()) if _given else ()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from .memory import Recent
 from .structure import Structure
 
 Pair = tuple[int, int]
@@ -15,21 +16,22 @@ class Marks:
     """
 
     def __init__(self) -> None:
-        self._marked: set[Pair] = set()  # the kind of a node, and the number of a leaf within it
+        self._marked = Recent()  # the kind of a node, and the number of a leaf within it
 
     def add(self, structure: Structure, pairs: Iterable[Pair]) -> None:
         """Marks pairs."""
-        self._marked.update(*(at for pair in pairs for at in _places(structure, pair)))
+        self._marked.note(leaf for pair in pairs for at in _places(structure, pair) for leaf in at)
 
     def discard(self, structure: Structure, pairs: Iterable[Pair]) -> None:
         """Removes the marks of pairs."""
-        self._marked.difference_update(*(at for pair in pairs for at in _places(structure, pair)))
+        for leaf in [leaf for pair in pairs for at in _places(structure, pair) for leaf in at]:
+            self._marked.pop(leaf, None)
 
     def without(self, structure: Structure, pairs: Sequence[Pair]) -> list[Pair]:
         """Returns the pairs that are not marked."""
         if not self._marked:
             return list(pairs)
-        return [pair for pair in pairs if not any(map(self._marked.issuperset, _places(structure, pair)))]
+        return [pair for pair in pairs if not any(self._marked.keys() >= {*at} for at in _places(structure, pair))]
 
     def clear(self) -> None:
         """Removes all marks."""

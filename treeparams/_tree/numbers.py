@@ -8,11 +8,12 @@ import functools
 from collections.abc import Iterable
 
 from .marks import holding
+from .memory import Recent
 from .structure import Structure
 
 NUMBERS = frozenset({bool, int, float, complex})
 
-_met: set[tuple[int, int]] = set()  # a node by what it is made of, and the number of a leaf within it
+_met = Recent()  # a node by what it is made of, and the number of a leaf within it
 _NAMES = frozenset(kind.__name__ for kind in NUMBERS)
 
 
@@ -21,13 +22,14 @@ def note_numbers(structure: Structure) -> None:
     numbers = [i for i, kind in enumerate(structure.values) if kind in _NAMES]
     if _met:
         scalars = [i for i, spec in enumerate(structure.specs) if spec is not None and not spec.shape]
-        _met.difference_update(_places(structure, scalars))
-    _met.update(_places(structure, numbers))
+        for place in _places(structure, scalars):
+            _met.pop(place, None)
+    _met.note(_places(structure, numbers))
 
 
 def was_number(structure: Structure, leaf: int) -> bool:
     """Returns whether a number was at this leaf in such a model, or in such a part of one, that was met before."""
-    return bool(_met) and not _met.isdisjoint(_places(structure, [leaf]))
+    return bool(_met) and not _met.keys().isdisjoint(_places(structure, [leaf]))
 
 
 def _places(structure: Structure, leaves: Iterable[int]) -> list[tuple[int, int]]:

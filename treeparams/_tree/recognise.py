@@ -4,15 +4,21 @@ Working out a structure costs Python work per node, so it is done once per kind 
 comparisons that run in C: its treedef, the types, shapes and dtypes of its leaves, the identity of its static values. A
 treedef alone is not enough: JAX compares static fields by `==`, so it does not distinguish `2`, `2.0` and `True`. A
 single dictionary key instead of these comparisons was tried; building the key costs more than they do.
+
+A structure holds the static values of its tree. So the memory of structures is weak: a full garbage collection takes
+away those that nothing else holds, such as a layout, a state or a compiled program. To work one out again takes less
+time than the collection did. A plain weak memory would forget them at once, at the end of each call.
 """
 
 import collections
 import enum
 import functools
+import gc
 import itertools
 import operator
 import threading
 import types
+import weakref
 from typing import Any
 
 import jax
@@ -49,6 +55,7 @@ class _Known:
         settled: bool,
     ) -> None:
         self.structure = scan(tree, leaves, treedef)
+        self.structure.remember("known", lambda: self)  # whoever holds the structure keeps it known
         self.treedef = treedef
         self.context = context
         self.types = list(map(type, leaves))
@@ -103,6 +110,7 @@ class _Known:
 
 
 _known: "collections.OrderedDict[int, list[_Known]]" = collections.OrderedDict()
+_set_aside: list[tuple[int, list["weakref.ref[_Known]"]]] = []
 _changing = threading.Lock()  # for writing to `_known`; reading needs none
 _key = functools.partial(static_key, strict=True)
 _shape = operator.attrgetter("shape")
@@ -141,6 +149,21 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
             while len(_known) > _BUCKETS:
                 _known.popitem(last=False)
     return leaves, treedef, known.structure
+
+
+def _let_go(phase: str, info: dict[str, int]) -> None:
+    """Holds what is known by weak reference while a full garbage collection runs."""
+    if info["generation"] == 2 and phase == "start":
+        _set_aside[:] = [(hashed, list(map(weakref.ref, bucket))) for hashed, bucket in _known.items()]
+        _known.clear()
+    elif info["generation"] == 2:
+        for hashed, bucket in _set_aside:
+            found = [known for each in bucket if (known := each()) is not None]
+            if found:
+                _known.setdefault(hashed, found)
+
+
+gc.callbacks.append(_let_go)
 
 
 # -- Static values -----------------------------------------------------------------------------------------------------

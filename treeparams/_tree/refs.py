@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import jax
-
 
 def is_ref(leaf: object) -> bool:
     """Returns whether a leaf is a ref, concrete or traced."""
@@ -14,8 +12,3 @@ def is_ref(leaf: object) -> bool:
 def value_of(leaf: Any) -> Any:
     """Returns the value of a ref as it is now; any other leaf unchanged."""
     return leaf[...] if is_ref(leaf) else leaf
-
-
-def new_ref(value: Any) -> Any:
-    """Returns a ref with a buffer of its own."""
-    return jax.new_ref(value)

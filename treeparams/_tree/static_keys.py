@@ -21,6 +21,8 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from .memory import with_object
+
 # Values that cannot change in place. Two of one type are equal only if no program could tell them apart.
 _ATOMS = (
     *(str, bytes, int, type(None), type, enum.Enum, np.dtype, np.ufunc, types.ModuleType),
@@ -153,7 +155,7 @@ class StaticKeys:
         return value, self.key(state)
 
 
-@functools.lru_cache(maxsize=1024)
+@with_object
 def _is_of_jax(kind: type) -> bool:
     # Compiled functions, functions with derivatives of their own, meshes, shardings, sentinels: none of them changes.
     # A Module may hold a list, so it goes by content.

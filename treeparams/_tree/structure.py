@@ -18,6 +18,7 @@ from jax.core import Tracer
 from .declare import is_box
 from .dtypes import is_inexact
 from .flattening import take
+from .memory import with_object
 from .paths import join_path, sibling_entries
 from .refs import is_ref
 from .static_keys import StaticKeys, identical, is_settled
@@ -171,7 +172,7 @@ def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     same, first = list(range(len(leaves))), {}
     for i, leaf in enumerate(leaves):
         try:
-            spec = _spec_of(leaf.shape, leaf.dtype) if _is_jax_type(type(leaf)) else _spec(leaf)
+            spec = _spec(leaf)
         except TypeError as error:
             raise TypeError(
                 f"{join_path(read.entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not support; "
@@ -313,14 +314,9 @@ def is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not is_ref(leaf) if always is None else always
 
 
-@functools.cache
+@with_object
 def _is_array_type(kind: type) -> bool | None:
     # `isinstance(x, jax.Array)` asks the value, at a microsecond each; only for tracers does the answer depend on it.
     if issubclass(kind, Tracer):
         return None
     return issubclass(kind, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-
-
-@functools.cache
-def _is_jax_type(kind: type) -> bool:
-    return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) and not issubclass(kind, Tracer)

@@ -141,7 +141,7 @@ def _sent(model: Any, restructure: object) -> tuple[Inventory, dict[str, np.ndar
         return inventory_of(kinds), {name: bytes_of(leaf) for name, leaf in leaves.items()}, words
     layout, form = layout_and_form(restructure)
     nothing = {"ties": {}, "states": {}, "restructures": {}, "frozen": [], "values": {}}
-    return inventory(form, form.paths), parts_of(form, model), {"layout": layout.digest, **nothing}
+    return inventory(form), parts_of(form, model), {"layout": layout.digest, **nothing}
 
 
 def _before(
@@ -226,7 +226,7 @@ def _form_of(received: Message, have: Any, restructure: object) -> Any:
         leaves = {name: i for i, name in slots.names.items()}
         raise _of_another_layout(said, layout.digest, list(unlike_leaves(slots, leaves, received)))
     if received.since is not None:
-        received = Change(received.bytes, inventory(form, form.paths).kinds, parts_of(form, have))
+        received = Change(received.bytes, inventory(form).kinds, parts_of(form, have))
     return form_from(form, received, have)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from .._files.values import LONG
 from .._tree.flattening import take
+from .._tree.memory import with_object
 from .._tree.structure import is_array, keys_of
 from .._tree.text import describe
 from ._contents import Contents
@@ -124,14 +125,13 @@ def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
             continue
 
 
-@functools.lru_cache(maxsize=1024)
 def _slots_of(kind: type) -> list[tuple[str, types.MemberDescriptorType]]:
     """Returns the attributes in `__slots__`."""
     members = [each for cls in kind.__mro__ for each in vars(cls).items()]
     return [(name, each) for name, each in members if isinstance(each, types.MemberDescriptorType)]
 
 
-@functools.lru_cache(maxsize=1024)
+@with_object
 def _is_bare(kind: type) -> bool:
     """Returns whether values of a type hold no arrays. Functions count as such, whatever they close over."""
     is_of_jax = kind.__module__.partition(".")[0] in ("jax", "jaxlib")

@@ -1,6 +1,5 @@
 """Parameters in a vector or in stacks by name, on the host: reads them from the form, and puts them into a new one."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from .._forms.form import Form
 from .._forms.restructure import Restructure, halves_of
 from .._slots.layout import Layout
 from .._tree.dtypes import is_complex
+from .._tree.memory import with_object
 from .._tree.text import describe
 
 
@@ -30,11 +30,11 @@ def layout_and_form(restructure: object) -> tuple[Layout, Form]:
     return restructure.layout, halves_of(restructure)[2]
 
 
-@functools.lru_cache(maxsize=64)
-def inventory(form: Form, paths: tuple[str, ...]) -> Inventory:
+@with_object
+def inventory(form: Form) -> Inventory:
     """Returns how the parameters in a form are stored, by name, each in its own dtype; senders often ask."""
     kinds = dict[str, Kind]()
-    for slot, path in enumerate(paths):
+    for slot, path in enumerate(form.paths):
         block, number = form.locations[slot]
         zero = np.zeros((), form.blocks[block].dtypes[number])
         kinds[name_of(path)] = kind_of(path, np.broadcast_to(zero, form.blocks[block].shapes[number]))
@@ -44,7 +44,7 @@ def inventory(form: Form, paths: tuple[str, ...]) -> Inventory:
 def parts_of(form: Form, given: Any) -> dict[str, np.ndarray]:
     """Returns the bytes of the parameters in a vector or stacks, each in its own dtype; without a copy if possible."""
     leaves, found = form.leaves(given), dict[str, np.ndarray]()
-    for block, names, leaf in zip(form.blocks, _names(form, form.paths), leaves, strict=True):
+    for block, names, leaf in zip(form.blocks, _names(form), leaves, strict=True):
         kind_of(form.noun, leaf)  # refuses arrays without values
         array = np.asarray(leaf)
         if _is_as_stored(block, array.dtype):
@@ -59,7 +59,7 @@ def form_from(form: Form, received: Message, like: Any) -> Any:
     """Makes a new vector or new stacks from the parameters in a message, placed like `like`."""
     leaves, wholes, buffers = form.leaves(like), list[np.ndarray](), dict[str, np.ndarray]()
     others = list[tuple[np.ndarray, np.ndarray]]()  # parameters in another dtype than their block has
-    for block, names in zip(form.blocks, _names(form, form.paths), strict=True):
+    for block, names in zip(form.blocks, _names(form), strict=True):
         dtype = np.dtype(block.dtype)
         data = aligned(block.size * dtype.itemsize)
         wholes.append(data.view(dtype).reshape(block.shape))
@@ -77,10 +77,10 @@ def form_from(form: Form, received: Message, like: Any) -> Any:
     return jtu.tree_unflatten(form.treedef, list(map(placed, [form.noun] * len(leaves), wholes, leaves)))
 
 
-@functools.lru_cache(maxsize=64)
-def _names(form: Form, paths: tuple[str, ...]) -> list[list[str]]:
+@with_object
+def _names(form: Form) -> list[list[str]]:
     """Returns the names of the parameters in each block."""
-    return [[name_of(paths[slot]) for slot in slots] for slots in form.members]
+    return [[name_of(form.paths[slot]) for slot in slots] for slots in form.members]
 
 
 def _is_as_stored(block: Block, dtype: Any) -> bool:

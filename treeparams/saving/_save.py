@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .._files.arrays import Like, inventory_of, kind_of, placed_in_turn
+from .._files.arrays import Like, inventory_of, kind_of, placed, placed_in_turn
 from .._files.file import PREFIX, Draft, File, file_at
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
