@@ -63,7 +63,7 @@ class _NnxNet(nnx.Module):
     def __init__(self, leaves: int) -> None:
         made = iter(arrays(leaves))
         layers = [_NnxLayer(weight, bias) for weight, bias in zip(made, made, strict=True)]
-        self.layers = getattr(nnx, "List", list)(layers)  # older versions take a plain list
+        self.layers = nnx.List(layers)
 
 
 def nnx_net(leaves: int) -> Any:

@@ -10,7 +10,6 @@ import treeparams as tp
 from treeparams import optim, sharding
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
 
 
 def mesh_of(devices=4, kind=AUTO):

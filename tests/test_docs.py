@@ -137,7 +137,7 @@ def test_every_page_is_in_the_navigation_once():
 def test_names_documented_elsewhere_exist_and_are_listed_once():
     listed = [name for _, name, _ in names.elsewhere()]
     assert len(listed) == len(set(listed)) > 80
-    newer = {"jax.shard_map", "optax.freeze"}  # than the oldest versions that are supported
+    newer = {"optax.freeze"}  # than the oldest versions that are supported
     assert {name for name in listed if not exists(name)} <= newer
 
 

@@ -1,7 +1,6 @@
 """What a step can change, read from its program, against what steps change when they are run."""
 
 import functools
-import importlib
 import pickle
 
 import equinox as eqx
@@ -184,11 +183,10 @@ def test_programs(step, expected):
 def test_arrays_that_are_divided_over_devices():
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=axes, devices=jax.devices()[:4])
-    shard_map = getattr(jax, "shard_map", None) or importlib.import_module("jax.experimental.shard_map").shard_map
     model = jax.tree.map(lambda _: jnp.ones((4, 4)), FOUR)
 
     def paths(ins, outs):
-        step = shard_map(lambda m: m | {"a": 2 * m["a"]}, mesh=mesh, in_specs=ins, out_specs=outs)
+        step = jax.shard_map(lambda m: m | {"a": 2 * m["a"]}, mesh=mesh, in_specs=ins, out_specs=outs)
         return tp.moved(step)(model).paths
 
     assert paths(P("i"), P("i")) == ("a",)

@@ -116,7 +116,6 @@ PROGRAMS = {
         "abcd",
     ),
     "the same, in a branch": (lambda m: jnp.sum(jax.lax.cond(m["d"][0] > 0, decayed, lambda m: m, m)["a"]), "abcd"),
-    # JAX 0.6 goes round a loop backwards with zeros for what is not used after it.
     "the same, unused after a loop": (
         lambda m: jax.lax.scan(lambda c, _: ((c[0] * 2, decayed(c[1])), None), (m["a"], m["b"]), None, 2)[0][0].sum(),
         "ab",

@@ -16,7 +16,7 @@ import numpy as np
 
 import treeparams as tp
 
-# Its place in JAX has changed.
+# Its place in JAX has changed, in 0.8.
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 
 

@@ -117,8 +117,7 @@ def _power_of_two(size: jax.Array) -> jax.Array:
     usable = jnp.isfinite(size) & (size > 0)
     exponent = jnp.frexp(jnp.where(usable, size, 1))[1]
     tiny = jnp.finfo(size.dtype).tiny
-    power = jnp.clip(jnp.ldexp(jnp.ones_like(size), exponent - 1), tiny, 1 / tiny)
-    return power.astype(size.dtype)  # where x64 is on JAX 0.6 makes it wide
+    return jnp.clip(jnp.ldexp(jnp.ones_like(size), exponent - 1), tiny, 1 / tiny)
 
 
 def _sum_of_squares(arrays: list[jax.Array], rank: int) -> jax.Array:

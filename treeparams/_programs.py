@@ -75,8 +75,8 @@ _TABLE = {
     "exp2 expm1 integer_pow lgamma log log1p log2 logistic one_minus_square pow rsqrt sin sinh tan tanh",
     Kind.EACH | Kind.FLAT | Kind.ZERO: "sign",
     Kind.EACH | Kind.FLAT: "ceil floor round",
-    Kind.EACH: "alike bessel_i0e bessel_i1e bitcast_convert_type clz eq eq_to ge gt igamma igamma_grad_a igammac is_finite le le_to lt lt_to "
-    "mulhi ne nextafter not or polygamma population_count regularized_incomplete_beta rem shift_left "
+    Kind.EACH: "alike bessel_i0e bessel_i1e bitcast_convert_type clz eq eq_to ge gt igamma igamma_grad_a igammac is_finite "
+    "le le_to lt lt_to mulhi ne nextafter not or polygamma population_count regularized_incomplete_beta rem shift_left "
     "shift_right_arithmetic shift_right_logical xor zeta",
     Kind.PIECEWISE | Kind.WHOLE: "sort",
     Kind.WHOLE: "approx_top_k argmax argmin cholesky cholesky_update clamp_p cumlogsumexp cummax "

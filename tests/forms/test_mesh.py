@@ -10,11 +10,6 @@ import treeparams as tp
 
 from ..zoo import ramp
 
-shard_map = getattr(jax, "shard_map", None)
-if shard_map is None:  # JAX 0.6
-    from jax.experimental.shard_map import shard_map
-set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
-
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 axes = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 # Each law meets either kind of axes, and the mesh set and not; together the laws meet all four.
@@ -64,7 +59,7 @@ def want():
 def test_there_and_back_and_gradients_over_sharded_leaves(kind, spec, within, want):
     mesh = mesh_of(kind, 2)
     model = put(MODEL, mesh) | {"w": put(MODEL["w"], mesh, *spec)}
-    with set_mesh(mesh) if within else jax.default_device(None):
+    with jax.set_mesh(mesh) if within else jax.default_device(None):
         vector, restructure = tp.ravel(model, LAYOUT)
         np.testing.assert_array_equal(vector, VECTOR)
         if kind == AxisType.Explicit:
@@ -82,7 +77,7 @@ def test_there_and_back_and_gradients_over_sharded_leaves(kind, spec, within, wa
         through = jax.grad(lambda m: jnp.sum(tp.ravel(m, LAYOUT)[0] ** 2))(model)
         return jax.grad(of_vector)(vector, x), tp.accumulate(of_vector, pieces=2)(vector, x)[1], through["w"]
 
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         whole, in_pieces, through = jax.jit(gradients)(vector, restructure, model, put(X, mesh, "x"))
     assert_near([whole, in_pieces, through], [want[1], want[1], 2 * MODEL["w"]])
 
@@ -95,7 +90,7 @@ def test_a_padded_vector_lies_over_the_devices(kind, spec, want):
     # On the mesh as well: with explicit axes what meets must lie on one mesh.
     over, restructure, x = put(vector, mesh, "x"), put(restructure, mesh), put(X, mesh, *spec)
     assert over.addressable_shards[0].data.shape == (2,)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         of = lambda v, r, x: jax.grad(lambda v: loss(r(v), x))(v)
         gradient, step = jax.jit(lambda v, r, x: (of(v, r, x), v - 0.1 * of(v, r, x)))(over, restructure, x)
         assert_near([gradient, step], [padded, vector - 0.1 * padded])
@@ -103,9 +98,9 @@ def test_a_padded_vector_lies_over_the_devices(kind, spec, want):
         for back in (restructure(over), restructure.view(over)):
             np.testing.assert_array_equal(back["w"], MODEL["w"])
         np.testing.assert_allclose(tp.global_norm(over), tp.global_norm(vector), 1e-6)
-        # Eight examples in three pieces, or two of four. JAX 0.6 finds no name for how XLA splits some results.
+        # Eight examples in three pieces, or two of four. Before 0.10, JAX has no name for how XLA splits some results.
         accumulated = lambda v, r, x: tp.accumulate(lambda v, x: loss(r(v), x), pieces=3)(v, x)
-        for run in (accumulated, jax.jit(accumulated)) if hasattr(jax, "shard_map") else ():
+        for run in (jax.jit(accumulated), *[accumulated] * (jax.__version_info__ >= (0, 10))):
             value, gradient = run(over, restructure, x)
             assert_near((value, gradient), (want[0], padded))
             assert kind == AxisType.Auto or gradient.sharding.spec == P("x")
@@ -120,7 +115,7 @@ def test_a_padded_vector_lies_over_the_devices(kind, spec, want):
 def test_one_gather_brings_the_vector_together(kind):
     mesh = mesh_of(kind)
     vector, restructure = tp.ravel([ramp(4) for _ in range(20)], pad_to=4)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         of = jax.jit(lambda v: sum(jnp.sum(each) for each in restructure(v)))
         program = of.lower(put(vector, mesh, "x")).compile().as_text()
     assert program.count(" all-gather(") == 1
@@ -136,12 +131,11 @@ def test_data_parallel_in_shard_map(kind, want):
         again, _ = tp.ravel(restructure(vector), LAYOUT)
         return gradient, tp.global_norm(gradient), restructure.view(gradient)["w"], again
 
-    inside = shard_map(step, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P())
+    inside = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P())
     got = jax.jit(inside)(VECTOR, RESTRUCTURE, put(X, mesh, "x"))
     assert_near(got, (want[1], tp.global_norm(want[1]), RESTRUCTURE.view(want[1])["w"], VECTOR))
 
 
-@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="JAX 0.6 refuses derivatives of what varies, of any function")
 @axes
 def test_accumulation_in_shard_map(kind, want):
     mesh, index = mesh_of(kind, 2), jnp.arange(4)
@@ -153,7 +147,7 @@ def test_accumulation_in_shard_map(kind, want):
         # As of `jax.grad`, the gradient is summed over the two devices.
         return [(jax.lax.pmean(value, "x"), gradient / 2) for value, gradient in (argument, keyword, closure)]
 
-    inside = shard_map(step, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P())
+    inside = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P())
     assert_near(jax.jit(inside)(VECTOR, RESTRUCTURE, put(X, mesh, "x")), [want] * 3)
 
 
@@ -166,15 +160,14 @@ def test_whole_and_varying_leaves_in_shard_map(kind, varying_first):
     def grads(a, b):
         return jax.grad(lambda a, b: jax.lax.psum(jnp.sum(joined(a, b) ** 2), "x"), (0, 1))(a, b)
 
-    inside = shard_map(grads, mesh=mesh, in_specs=(P(), P("x")), out_specs=(P(), P("x")))
+    inside = jax.shard_map(grads, mesh=mesh, in_specs=(P(), P("x")), out_specs=(P(), P("x")))
     of_whole, of_apart = jax.jit(inside)(whole, apart)
     np.testing.assert_allclose(of_whole, 4 * 2 * whole)  # it is on four devices
     np.testing.assert_allclose(of_apart, 2 * np.asarray(apart))
     with pytest.raises(ValueError, match="which require replication"):
-        jax.jit(shard_map(joined, mesh=mesh, in_specs=(P(), P("x")), out_specs=P()))(whole, apart)
+        jax.jit(jax.shard_map(joined, mesh=mesh, in_specs=(P(), P("x")), out_specs=P()))(whole, apart)
 
 
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="JAX 0.6 has no vmap over an explicit axis")
 def test_one_leaf_for_all_and_one_for_each_device():
     mesh = mesh_of(AxisType.Explicit)
     stack, whole = put(ramp(4, 2), mesh, "x", None), put(ramp(3), mesh)

@@ -19,8 +19,6 @@ from .test_mesh import (
     explicit_within,
     mesh_of,
     put,
-    set_mesh,
-    shard_map,
 )
 
 LAYERS = {
@@ -97,7 +95,7 @@ def spec_of(array):
 def test_rows_of_stacks_lie_as_their_leaves(kind, within):
     mesh = mesh_of(kind, 2)
     model = over(mesh, {"b": ("x",), "f": ("x", None), "w": ("x", None), "head": ("x", None), "tail": ("x", None)})
-    with set_mesh(mesh) if within else jax.default_device(None):
+    with jax.set_mesh(mesh) if within else jax.default_device(None):
         stacks, restructure = tp.stack(model, FROZEN)
         jax.tree.map(np.testing.assert_array_equal, stacks, STACKS)
         assert spec_of(stacks["float32[4,2]"]) == (None, "x", None)
@@ -122,7 +120,7 @@ def test_rows_of_stacks_lie_as_their_leaves(kind, within):
 def test_views_of_stacks_over_devices(kind, within):
     mesh = mesh_of(kind, 2)
     model = over(mesh, {"b": ("x",), "w": ("x", None), "head": ("x", None), "tail": ("x", None)})
-    with set_mesh(mesh) if within else jax.default_device(None):
+    with jax.set_mesh(mesh) if within else jax.default_device(None):
         stacks, restructure = tp.stack(model, FROZEN)
         view = restructure.view(stacks)
         np.testing.assert_array_equal(view["layers.1.w"], LAYERS["layers"][1]["w"])
@@ -152,7 +150,7 @@ def test_gradients_in_stacks_over_devices(kind, rows):
     stacks = jax.tree.map(lambda x: put(x, mesh, *spec(x)), STACKS)
     restructure = jax.tree.map(lambda x: put(x, mesh, *spec(x)), WAY)
     want = derivatives(STACKS, WAY)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         got = derivatives(stacks, restructure)
     assert_near(got, want)
     assert_near(got[0][1], got[0][2])
@@ -160,7 +158,7 @@ def test_gradients_in_stacks_over_devices(kind, rows):
         for _, gradient, second in got[0]:
             assert jax.tree.map(spec_of, gradient) == jax.tree.map(spec_of, stacks)
             assert jax.tree.map(spec_of, second) == jax.tree.map(spec_of, stacks)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         jax.tree.map(np.testing.assert_array_equal, restructure(stacks), LAYERS)
         np.testing.assert_array_equal(restructure.view(stacks)["layers.3.w"], LAYERS["layers"][3]["w"])
 
@@ -169,13 +167,13 @@ def test_gradients_in_stacks_over_devices(kind, rows):
 def test_leaves_of_one_shape_that_lie_differently(kind, within):
     mesh = mesh_of(kind, 2)
     model = over(mesh)  # `head` otherwise than the weights
-    with set_mesh(mesh) if within else jax.default_device(None):
+    with jax.set_mesh(mesh) if within else jax.default_device(None):
         stacks, restructure = tp.stack(model, FROZEN)
         jax.tree.map(np.testing.assert_array_equal, stacks, STACKS)
         jax.tree.map(np.testing.assert_array_equal, restructure(stacks), LAYERS)
         if kind == AxisType.Explicit:
             assert stacks["float32[4,2]"].is_fully_replicated
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         gradient = through_stacks(*tp.partition(model, FROZEN))
     want = through_stacks(*tp.partition(LAYERS, FROZEN))
     assert_near(gradient, want)
@@ -193,7 +191,7 @@ def test_frozen_arrays_lie_as_they_did(kind):
     back = restructure(stacks)
     jax.tree.map(np.testing.assert_array_equal, back, model)
     assert jax.tree.map(spec_of, back) == jax.tree.map(spec_of, model)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         node = restructure.repeated(stacks, "*")
     np.testing.assert_array_equal(node["t"], np.stack([ramp(4, 2, start=k) for k in range(4)]))
 
@@ -202,7 +200,7 @@ def test_frozen_arrays_lie_as_they_did(kind):
 def test_many_rows_outside_of_a_trace(kind, within):
     mesh = mesh_of(kind, 2)
     model = [put(ramp(2, 2, start=k), mesh, "x", None) for k in range(130)]
-    with set_mesh(mesh) if within else jax.default_device(None):
+    with jax.set_mesh(mesh) if within else jax.default_device(None):
         stacks, restructure = tp.stack(model)
         assert spec_of(stacks["float32[2,2]"]) == (None, "x", None)
         along_rows = {"float32[2,2]": put(stacks["float32[2,2]"], mesh, "x", None, None)}
@@ -222,14 +220,13 @@ def test_stacks_in_shard_map(kind):
         gradient = jax.grad(lambda s: jax.lax.pmean(of(s), "x"))(stacks)
         return gradient, tp.stack(restructure(stacks), FROZEN)[0], restructure.view(gradient)["head"]
 
-    inside = shard_map(step, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P())
+    inside = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P())
     gradient, again, head = jax.jit(inside)(STACKS, WAY, put(jnp.ones(4), mesh, "x"))
     assert_near(gradient, want)
     assert_near(head, WAY.view(want)["head"])
     jax.tree.map(np.testing.assert_array_equal, again, STACKS)
 
 
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="JAX 0.6 has no vmap over an explicit axis")
 def test_an_ensemble_of_stacks_over_devices():
     mesh = mesh_of(AxisType.Explicit)
     many = jax.tree.map(lambda x: put(jnp.stack([x * (k + 1) for k in range(4)]), mesh, "x"), STACKS)

@@ -303,10 +303,6 @@ def test_an_operator_as_a_weight():
 
 # -- Over several devices
 
-shard_map = getattr(jax, "shard_map", None)
-if shard_map is None:  # JAX 0.6
-    from jax.experimental.shard_map import shard_map
-set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
 SPREAD = {
     "svd": MATRICES["svd"],  # a scan over blocks of reflections, and one over layers of rotations
     "pre-imputing, of low rank": lambda m, n: matrices.PreImputing(low_rank(7, m, n), normal(11, n)),
@@ -317,8 +313,7 @@ SPREAD = {
 @pytest.mark.parametrize("kind", SPREAD.values(), ids=SPREAD.keys())
 def test_a_batch_that_is_spread_over_devices(kind: Any):
     """On an explicit mesh, and within `shard_map` as it is by default, where types say what varies."""
-    axis = AxisType.Explicit if hasattr(jax, "shard_map") else AxisType.Auto  # JAX 0.6 cannot split an axis in three
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
     matrix, x = kind(3, 4), normal(5, 4, 4)
 
@@ -328,13 +323,13 @@ def test_a_batch_that_is_spread_over_devices(kind: Any):
 
     want, products = jax.jit(results)(matrix, x), lambda *args: (results(*args)[0], results(*args)[2])
     several = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), matrix)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         of_mesh, of_x = jax.device_put(matrix, whole), jax.device_put(x, split)
         assert_close(jax.jit(results)(of_mesh, of_x), want)
-        in_map = shard_map(products, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
+        in_map = jax.shard_map(products, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
         assert_close(jax.jit(in_map)(of_mesh, of_x), (want[0], want[2]))
         # Each device has a matrix of its own, and all of the batch.
         own = lambda several, x: x @ jax.tree.map(lambda leaf: leaf[0], several).T
-        in_map = shard_map(own, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+        in_map = jax.shard_map(own, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
         got = jax.jit(in_map)(jax.device_put(several, split), jax.device_put(x, whole))
         assert_close(got, np.concatenate([want[0], want[0]]))

@@ -225,7 +225,6 @@ def test_jacobians_of_any_shape(chunk):
     assert not jnp.any(nested.jacobian(lambda model, x: 3.0, chunk=chunk)(model, x))
 
 
-@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="jax.grad itself fails within shard_map of older versions")
 def test_within_a_shard_map_that_checks_what_varies():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     w, x = jnp.arange(6.0).reshape(3, 2) / 7, jnp.linspace(-1.0, 1.0, 16).reshape(8, 2)

@@ -89,9 +89,6 @@ def test_chunks_bound_the_memory_of_the_compiled_program():
 
 # -- Over devices ------------------------------------------------------------------------------------------------------
 
-no_derivatives_of_what_varies = pytest.mark.skipif(
-    not hasattr(jax, "shard_map"), reason="JAX 0.6 refuses derivatives of what varies, of any function"
-)
 XS = jnp.asarray(np.sin(np.arange(36, dtype=np.float32)).reshape(12, 3))
 
 
@@ -104,7 +101,6 @@ MODEL = {"w": SHARED, "scale": ramp(3, start=-1.0), "tied": SHARED, "frozen": ra
 LAYOUT = tp.layout(MODEL, freeze="frozen")
 
 
-@no_derivatives_of_what_varies
 def test_samples_over_devices():
     """Each device has its own samples, and the model is on all of them: nothing is summed over devices."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -141,7 +137,6 @@ def test_samples_over_devices():
         assert all(np.array_equal(each, first) for each in rest)
 
 
-@no_derivatives_of_what_varies
 @pytest.mark.parametrize("axes", ["d", ("d", "e")], ids=["one of them", "both"])
 def test_a_kernel_over_a_mesh_of_two_axes(axes):
     mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -150,7 +145,6 @@ def test_a_kernel_over_a_mesh_of_two_axes(axes):
     assert_close(*jax.jit(lambda *args: (sharded(*args), of(None)(*args)))(MODEL, XS))
 
 
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="JAX 0.6 multiplies little that lies split by type")
 def test_meshes_with_explicit_axes():
     """What lies over devices by type is brought together where rows are multiplied; tangents lie as the slots do."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])

@@ -14,7 +14,6 @@ from .. import zoo
 from ..zoo import ZOO, assert_close, assert_same
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-shard_map = getattr(jax, "shard_map", None) or __import__("jax.experimental.shard_map", fromlist=["x"]).shard_map
 
 
 def clipped(grads, max_norm=1.0, state=None):
@@ -135,7 +134,7 @@ def test_across_devices(spread):
         return clipped, state.norm
 
     spec = PartitionSpec("data")
-    below, norm = jax.jit(shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec())))(grads)
+    below, norm = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec())))(grads)
     np.testing.assert_allclose(norm, np.sqrt(204.0) * spread, rtol=1e-6)
     np.testing.assert_allclose(below["w"], np.arange(1.0, 9.0) / np.sqrt(204.0), rtol=1e-6)
 

@@ -213,12 +213,10 @@ def test_the_state_passes_scan_donation_and_pickle():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_the_state_of_rows_lies_where_they_do(kind):
-    if kind == AxisType.Explicit and not hasattr(jax, "set_mesh"):
-        pytest.skip("jax.vmap does not work along explicit axes in JAX 0.6")
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
     stack, tx = ramp(8, 4, 6), optim.per_leaf(RULES["adafactor"])
     stacks = Stacks({"float32[4,6]": jax.device_put(stack, NamedSharding(mesh, P("x")))})
-    with getattr(jax, "set_mesh", lambda mesh: mesh)(mesh):
+    with jax.set_mesh(mesh):
         state = tx.init(stacks)
         (updates, after), traced = jax.jit(tx.update)(stacks, state, stacks), jax.jit(tx.init)(stacks)
         if kind == AxisType.Explicit:  # by type, within a trace too

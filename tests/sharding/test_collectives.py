@@ -17,12 +17,7 @@ WHOLE = 4 * PART
 def compiled(f, *arguments, mesh=None):
     """A function of what one device has of its arguments, over the axis "d"."""
     mesh = mesh or Mesh(np.array(jax.devices()[:4]), "d")
-    if hasattr(jax, "shard_map"):
-        mapped = jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
-    else:  # JAX 0.6
-        from jax.experimental.shard_map import shard_map
-
-        mapped = shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_rep=False)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
     return jax.jit(mapped).lower(*arguments or (X,)).compile()
 
 

@@ -85,6 +85,12 @@ def on_one_device():
 
 SPLIT = {"**": "split"}
 OWNED = {"layers.*.base": "owned", "**": "split"}
+BY_AXES = {
+    "first": P("data", "model"),
+    "layers.*.base": P(None, "model"),
+    "turn": P("model"),
+    "layers.*.[ab]": "split",
+}
 SHARE = {"split": "parameters", "loss_takes": "form"}
 CASES = {
     "tree": ("tree", SPLIT, mesh_of(4), {}),
@@ -97,16 +103,9 @@ CASES = {
     "parameters": ("stacks", SPLIT, mesh_of(4), SHARE),
     "parameters, owned, in pieces": ("stacks", OWNED, mesh_of(4, EXPLICIT), SHARE | {"microbatches": 2}),
     "parameters, by layer": ("stacks", {"layers.1.base": "whole", **SPLIT}, mesh_of(4), SHARE),
+    "two axes": ("tree", BY_AXES, two_axes(("data", "model"), EXPLICIT), {}),
+    "two axes, parameters": ("stacks", BY_AXES, two_axes(("data", "model")), SHARE),
 }
-if hasattr(jax, "shard_map"):  # XLA of JAX 0.6 aborts at axes that are automatic within
-    rules = {
-        "first": P("data", "model"),
-        "layers.*.base": P(None, "model"),
-        "turn": P("model"),
-        "layers.*.[ab]": "split",
-    }
-    CASES["two axes"] = ("tree", rules, two_axes(("data", "model"), EXPLICIT), {})
-    CASES["two axes, parameters"] = ("stacks", rules, two_axes(("data", "model")), SHARE)
 
 
 def started(name):

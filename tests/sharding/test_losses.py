@@ -188,8 +188,7 @@ def test_what_a_loss_moves(name, form, pieces, moved):
     _, step, params, state = started(f, form, dtype=jnp.float32, microbatches=pieces, **options)
     found = sharding.collectives(step.lower(params, state, X.astype("f"), MASK.astype("f")).compile())
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    least = 0.97 if hasattr(jax, "shard_map") else 0.9  # XLA of JAX 0.6 moves a twelfth less of a masked mean
-    assert moved * size * least <= found.bytes <= moved * size + 4 * 16 * 20
+    assert moved * size * 0.97 <= found.bytes <= moved * size + 4 * 16 * 20
     if moved == 2:
         count = len(jax.tree.leaves(params))
         assert found.count("reduce-scatter") == count

@@ -14,7 +14,6 @@ from ..nets import AUTO, BATCH, EXPLICIT, RULES, X, loss, mesh_of, model_of, sta
 from ..zoo import ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
 
 
 @pytest.mark.parametrize(("microbatches", "kind"), [(1, AUTO), (2, EXPLICIT)])
@@ -94,7 +93,7 @@ def test_one_trace_what_is_given_is_donated_and_batches_may_lie_anywhere(kind):
         params, state, value = step(params, state, {"x": lain[2][0], "y": lain[2][1]}, *keys)
         value.block_until_ready()
     assert len(traces) == count
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         params, state, value = step(params, state, {"x": lain[0][0], "y": lain[0][1]}, *keys)
     assert float(value) < values[-1]
 

@@ -21,7 +21,6 @@ from treeparams.sharding._processes.interrupted import _Notice
 from treeparams.sharding._processes.patience import Watch, Watched
 
 PROGRAMS = pathlib.Path(__file__).with_name("_process_programs")
-TAKES_HEARTBEAT = jax.__version_info__ >= (0, 7)
 
 
 class Group:
@@ -73,8 +72,6 @@ class Group:
 
 
 FAULTS = {"worker": (1, signal.SIGKILL), "first": (0, signal.SIGKILL), "still": (1, signal.SIGSTOP)}
-if not TAKES_HEARTBEAT:
-    del FAULTS["still"]  # the other ends after 100 seconds
 
 
 @pytest.fixture(scope="module")
@@ -189,16 +186,15 @@ def test_a_process_that_dies_ends_the_others_and_so_does_one_that_stands_still(f
         assert faulty[name].statuses(lambda other=other: other.poll() is not None, limit=20)[1 - process], name
         said = faulty[name].said(1 - process)
         assert "Terminating process because the JAX distributed" in said or "This process ends with" in said
-    if "still" in faulty:
-        stopped = faulty["still"].processes[1]
-        assert stopped.poll() is None
-        stopped.send_signal(signal.SIGCONT)
-        assert None not in faulty["still"].ended(limit=20)
-        assert stopped.returncode != 0
+    stopped = faulty["still"].processes[1]
+    assert stopped.poll() is None
+    stopped.send_signal(signal.SIGCONT)
+    assert None not in faulty["still"].ended(limit=20)
+    assert stopped.returncode != 0
 
 
 def ends_with_a_sentence(group):
-    statuses = group.ended(limit=40 if TAKES_HEARTBEAT else 120)
+    statuses = group.ended(limit=40)
     assert 0 not in statuses
     assert None not in statuses
     said = group.said(0) + group.said(1)  # where both wait, the end of one may be an error in the other

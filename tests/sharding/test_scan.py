@@ -127,9 +127,8 @@ CASES = {
         {"axis": "fsdp", "batch_axis": ("replica", "fsdp")},
         {},
     ),
+    "many rules, parameters": (BY_SPEC, mesh_of(4), "parameters", {}, {}),
 }
-if hasattr(jax, "shard_map"):  # XLA's partitioner of JAX 0.6 moves leaves of one shape that lie in different ways
-    CASES["many rules, parameters"] = (BY_SPEC, mesh_of(4), "parameters", {}, {})
 
 
 # What these say, those of more devices, of pieces, and of many rules say too.

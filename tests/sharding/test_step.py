@@ -222,7 +222,6 @@ def test_factors_by_name_in_every_form(form):
 # -- Models ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="XLA of JAX 0.6 aborts at axes that are automatic within")
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_tensor_parallelism_beside_it(kind):
     rules = {"layers.*.w": P(None, "model"), "layers.*.u": P("model"), "layers.*.b": P("model"), **SPLIT}

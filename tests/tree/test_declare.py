@@ -138,8 +138,7 @@ def test_declarations_that_cannot_be_read():
 
 class Variables(flax.nnx.Module):
     def __init__(self) -> None:
-        sequence = getattr(flax.nnx, "List", list)  # older versions take a list
-        self.layers = sequence([flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))])
+        self.layers = flax.nnx.List([flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))])
         self.drop = flax.nnx.Dropout(0.5, rngs=flax.nnx.Rngs(0))
         self.lora, self.bare = flax.nnx.LoRAParam(leaf()), flax.nnx.Variable(leaf())
         self.cache, self.intermediate = flax.nnx.Cache(leaf()), flax.nnx.Intermediate(leaf())

@@ -7,22 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes, reshard
 from jax.typing import ArrayLike
 
 from .._tree.types import PyTree
-
-try:
-    from jax.sharding import auto_axes as _auto_axes, reshard as _reshard
-
-    _OUT = "out_sharding"
-except ImportError:  # JAX 0.6
-    from jax.experimental.shard import (  # pyright: ignore[reportMissingImports]
-        auto_axes as _auto_axes,
-        reshard as _reshard,
-    )
-
-    _OUT = "out_shardings"
 
 MeshAxes = str | tuple[str, ...] | None
 """An entry of a `PartitionSpec`: the axes of a mesh over which one axis of an array is split."""
@@ -39,7 +27,7 @@ def replicated(array: jax.Array) -> jax.Array:
     if not is_sharded(array):
         return array
     sharding = NamedSharding(jax.typeof(array).sharding.mesh, PartitionSpec())
-    return _reshard(array, sharding)
+    return reshard(array, sharding)
 
 
 def first_axis_whole(array: jax.Array) -> jax.Array:
@@ -47,7 +35,7 @@ def first_axis_whole(array: jax.Array) -> jax.Array:
     if not is_sharded(array) or leading_axis(array) is None:
         return array
     sharding = jax.typeof(array).sharding
-    return _reshard(array, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
+    return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
 
 
 def alike(arrays: Sequence[Any]) -> list[Any]:
@@ -74,7 +62,7 @@ def laid_as(array: jax.Array, like: ArrayLike) -> jax.Array:
     # Where an array lies is part of its type on an explicit mesh, and a fact about its buffers on any other. A tracer
     # has the type alone.
     if is_sharded(like) and (isinstance(array, Tracer) or isinstance(like, Tracer)):
-        return _reshard(array, jax.typeof(like).sharding)
+        return reshard(array, jax.typeof(like).sharding)
     sharding = None if isinstance(array, Tracer) else split(like)
     return array if sharding is None else jax.device_put(array, sharding)
 
@@ -139,7 +127,7 @@ def vary(array: ArrayLike, axes: frozenset[str]) -> Any:
         return array
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(array, tuple(axes), to="varying")
-    return jax.lax.pvary(array, tuple(axes))  # pyright: ignore[reportAttributeAccessIssue] - JAX 0.6
+    return jax.lax.pvary(array, tuple(axes))  # pyright: ignore[reportAttributeAccessIssue] - before JAX 0.9
 
 
 def zeros_typed(shape: tuple[int, ...], like: Any) -> jax.Array:
@@ -160,17 +148,8 @@ def over_devices(
     The other axes stay as they are. If types tracked which values vary, a loss could not start a scan with zeros: zeros
     do not vary over the devices, but the resulting carry does. Inside `automatic`, the mesh is the one of that context.
     """
-    mesh = mesh_within(mesh)
-    if hasattr(jax, "shard_map"):
-        specs = {"in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(f, mesh=mesh, **specs, axis_names=set(axes), check_vma=False)
-    from jax.experimental.shard_map import shard_map  # JAX 0.6
-
-    others = frozenset(mesh.axis_names) - frozenset(axes)
-    if any(mesh.shape[name] > 1 for name in others):
-        raise ValueError(f"axes of the mesh besides {tuple(axes)} need JAX 0.6.1 or newer; in this version XLA aborts")
-    sharded: Any = shard_map  # in newer versions, whose types are read here, with other arguments
-    return sharded(f, mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False, auto=others)
+    specs = {"mesh": mesh_within(mesh), "in_specs": in_specs, "out_specs": out_specs}
+    return jax.shard_map(f, **specs, axis_names=set(axes), check_vma=False)
 
 
 def mesh_within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
@@ -190,13 +169,13 @@ def lay(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _lay_one(array: jax.Array, to: NamedSharding) -> jax.Array:
-    return _reshard(array, to) if is_explicit(to.mesh) else jax.lax.with_sharding_constraint(array, to)
+    return reshard(array, to) if is_explicit(to.mesh) else jax.lax.with_sharding_constraint(array, to)
 
 
 def automatic(f: Callable[..., Any], shardings: PyTree, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
     """Returns a function of traced arrays in which XLA alone decides their placement, except for the results."""
     if not is_explicit(mesh):
         return lambda *args: lay(f(*args), shardings)
-    # JAX 0.6 takes no concrete mesh here.
+    # JAX 0.7 takes no concrete mesh here.
     types = jax.tree.map(lambda each: NamedSharding(each.mesh.abstract_mesh, each.spec), shardings)
-    return _auto_axes(f, **{_OUT: types})
+    return auto_axes(f, out_sharding=types)

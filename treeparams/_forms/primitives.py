@@ -70,8 +70,6 @@ def _cut_on_tpu(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Arra
 
 
 def _rows_outermost(stack: jax.Array) -> jax.Array:
-    if not hasattr(layout, "Format"):  # older versions of JAX have other names for layouts
-        return stack
     return layout.with_layout_constraint(stack, layout.Layout(tuple(range(stack.ndim))))
 
 

@@ -75,8 +75,8 @@ def rolled(function: F) -> F:
 
     Layers are not found if shapes, functions or static fields differ from one to the next; if a layer uses results of
     two layers before it; or if parameters come from a vector (a scan over a vector is slow). A program with side
-    effects, such as `jax.debug.print`, stays as it is. So do convolutions on a CPU, where XLA computes them several times
-    slower inside a loop.
+    effects, such as `jax.debug.print`, stays as it is. So do convolutions on a CPU, where XLA computes them several
+    times slower inside a loop.
 
     Args:
         function: any function of arrays and of trees that hold arrays; a `Restructure` is such a tree.

@@ -1,8 +1,6 @@
 """Flattens trees as JAX does, with clear errors for one that contains itself or is too deep; compares treedefs."""
 
-import inspect
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,10 +63,10 @@ _aval = operator.attrgetter("aval")
 def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
     """Flattens a tree like `jax.tree.flatten`, with clear errors if it contains itself or has too many levels."""
     try:
-        return _one_level_down(tree)
-    except Exception as error:  # JAX raises one of several, by what it was doing when the stack was full
-        sys.setrecursionlimit(sys.getrecursionlimit() + _SPARE)
-        _give_back_levels()
+        return jtu.tree_flatten(tree)
+    # JAX raises one of several, by what it was doing when the stack was full. After some of them, such as those of a
+    # cycle through a class, jaxlib never gives back the levels of the stack that it took; then nothing can be said.
+    except Exception as error:
         path = _find_cycle(tree)
         if path is not None:
             raise ValueError(
@@ -81,32 +79,6 @@ def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
             "the tree is nested too deeply for jax.tree.flatten; if it is a chain of nodes, keep the nodes of the "
             "chain in one list"
         ) from error
-
-
-# jaxlib (0.10) counts the levels of its recursion with Python's own counter, and does not count them down again when
-# it fails: the thread then has no levels left, and every later call fails too. So the limit is raised by these.
-# The function between the handler above and JAX's is there for the levels that the handler needs to begin with.
-_SPARE = 50
-_ENOUGH = 1000  # levels; Python's own limit for a thread
-
-
-def _one_level_down(tree: PyTree) -> tuple[list[Any], TreeDef]:
-    return jtu.tree_flatten(tree)
-
-
-def _give_back_levels() -> None:
-    def left(count: int = 0) -> int:
-        try:
-            return left(count + 1)
-        except RecursionError:
-            return count
-
-    frame, used = inspect.currentframe(), 0
-    while frame is not None:
-        frame, used = frame.f_back, used + 1
-    limit = sys.getrecursionlimit()
-    lost = limit - used - left()
-    sys.setrecursionlimit(max(limit - _SPARE, lost + _ENOUGH if lost > _SPARE else 0))
 
 
 def _is_of_depth(error: BaseException | None) -> bool:

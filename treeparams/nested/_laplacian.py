@@ -71,9 +71,10 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
         forward = _Forward()
         y = _series(*forward.run(closed, [Series(x, basis(x), jnp.zeros_like(x))]))
         if forward.unknown:
+            names = ", ".join(sorted(forward.unknown))
             warn(
-                f"nested.laplacian has no rule for {', '.join(sorted(forward.unknown))}: the result is exact, but takes one "
-                "second derivative of that part per entry of the input"
+                f"nested.laplacian has no rule for {names}: the result is exact, but takes one second derivative of "
+                "that part per entry of the input"
             )
         if not isinstance(y, Series):  # it does not depend on x
             y = jnp.asarray(y, closed.out_avals[0].dtype)
