@@ -75,9 +75,9 @@ _TABLE = {
     "exp2 expm1 integer_pow lgamma log log1p log2 logistic one_minus_square pow rsqrt sin sinh tan tanh",
     Kind.EACH | Kind.FLAT | Kind.ZERO: "sign",
     Kind.EACH | Kind.FLAT: "ceil floor round",
-    Kind.EACH: "alike bessel_i0e bessel_i1e bitcast_convert_type clz eq eq_to ge gt igamma igamma_grad_a igammac is_finite "
-    "le le_to lt lt_to mulhi ne nextafter not or polygamma population_count regularized_incomplete_beta rem shift_left "
-    "shift_right_arithmetic shift_right_logical xor zeta",
+    Kind.EACH: "alike bessel_i0e bessel_i1e bitcast_convert_type clz eq eq_to ge gt igamma igamma_grad_a igammac "
+    "is_finite le le_to lt lt_to mulhi ne nextafter not or polygamma population_count regularized_incomplete_beta rem "
+    "shift_left shift_right_arithmetic shift_right_logical xor zeta",
     Kind.PIECEWISE | Kind.WHOLE: "sort",
     Kind.WHOLE: "approx_top_k argmax argmin cholesky cholesky_update clamp_p cumlogsumexp cummax "
     "cummin cumprod eig eigh eigvalsh geqrf geqp3 householder_product iota lu lu_pivots_to_permutation ormqr qr "
@@ -221,13 +221,11 @@ class Marks(Walk[Any]):
 
     def follow(self, program: ClosedJaxpr | Jaxpr, marks: Sequence[Any]) -> list[Any]:
         """Returns the marks of a program's results; the mark of an argument that is a ref is of what the ref holds."""
-        invars = opened(program).invars
-        return self.run(
-            program, [self._cell(m) if is_ref(var.aval) else m for var, m in zip(invars, marks, strict=True)]
-        )
+        pairs = zip(opened(program).invars, marks, strict=True)
+        return self.run(program, [self._cell(mark) if is_ref(var) else mark for var, mark in pairs])
 
-    def _cell(self, mark: Any) -> Cell:
-        self._cells.append(Cell(mark))
+    def _cell(self, mark: Any, lasts: bool = False) -> Cell:
+        self._cells.append(Cell(mark, lasts))
         return self._cells[-1]
 
     def run(self, program: ClosedJaxpr | Jaxpr, args: Sequence[Any]) -> list[Any]:
