@@ -9,10 +9,9 @@ import functools
 import heapq
 import itertools
 import math
-import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -40,7 +39,6 @@ from .block import with_gaps
 from .primitives import cut, cut_p
 
 F = TypeVar("F", bound=Callable[..., Any])
-S = TypeVar("S", bound=Any)
 
 Var = Any  # of a program: `jax.extend.core.Var`, or `Literal`
 Equation = Any  # `jax.extend.core.JaxprEqn`
@@ -121,10 +119,8 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         if any(each.primitive is cut_p and not each.params["rank"] for each in operations(program)):
             reason = "parameters come from a vector, and a scan over a vector is slow; take tp.stack(model)"
         elif not pieces:
-            reason = (
-                "no parameter comes from a stack; write `stacks, restructure = tp.stack(model)`, call the function "
-            )
-            reason += "with the stacks, and call `restructure(stacks)` inside it"
+            reason = "no parameter comes from a stack; write `stacks, restructure = tp.stack(model)`, "
+            reason += "call the function with the stacks, and call `restructure(stacks)` inside it"
         else:
             reason = "there are no equal layers in sequence, each of which uses the result of the one before"
             if jax.default_backend() == "cpu":
@@ -160,12 +156,8 @@ class Piece(NamedTuple):
 class Column(NamedTuple):
     """Pieces at equal distances, one for each part."""
 
-    root: Var
-    start: int
+    first: Piece
     step: int
-    size: int
-    shape: tuple[int, ...]
-    rank: int
 
 
 def _pieces_in(program: jex.Jaxpr) -> dict[Var, Piece]:
@@ -233,8 +225,6 @@ def _in_order(program: jex.Jaxpr, pieces: dict[Var, Piece]) -> list[Equation]:
     """Returns the equations that make no pieces. Those of pieces alone come where they are needed, with their layer."""
     # A form casts and transposes all its pieces before the first layer.
     made: dict[Var, Equation] = {}
-    ordered: dict[int, Equation] = {}
-
     deferred, ordered = set[Var](), dict[int, Equation]()
 
     def emit(equation: Equation) -> None:
@@ -373,11 +363,9 @@ def _hands_on(loop: Loop, place: Place, origin: Place, first: Var) -> bool:
 
 
 def _column(pieces: list[Piece]) -> Column | None:
-    root, start, size, shape, rank = pieces[0]
-    step = pieces[1].start - start
-    is_even = all(piece.start == start + i * step for i, piece in enumerate(pieces))
-    is_alike = {(piece.root, piece.size, piece.shape, piece.rank) for piece in pieces} == {(root, size, shape, rank)}
-    return Column(root, start, step, size, shape, rank) if is_even and is_alike and step >= size else None
+    first, step = pieces[0], pieces[1].start - pieces[0].start
+    is_even = all(piece == first._replace(start=first.start + i * step) for i, piece in enumerate(pieces))
+    return Column(first, step) if is_even and step >= first.size else None
 
 
 _PLAIN = (jex.ClosedJaxpr, jex.Jaxpr, bool, int, str)
@@ -448,83 +436,138 @@ class _Kinds:
     def _rule(self, equation: Equation, orders: int) -> Any:
         """Returns the program of an equation's derivative; if it has none, a value that equals nothing else."""
         moves = [jnp.issubdtype(operand.aval.dtype, jnp.inexact) for operand in equation.invars]
+
+        def pull_back(values: list[Any]) -> Any:
+            moving, still = eqx.partition(values, moves)
+            outs, back = jax.vjp(lambda moving: bind(equation, eqx.combine(moving, still)), moving)
+            return outs, back(outs)
+
         try:
             if Kind.BACKWARD not in kind_of(equation):
                 return self._param(derivative(equation, moves), orders)
-            return self._param(
-                jax.make_jaxpr(_pull_back(equation, moves))([var.aval for var in equation.invars]), orders
-            )
+            return self._param(jax.make_jaxpr(pull_back)([var.aval for var in equation.invars]), orders)
         except Exception:  # whatever a user's rule raises: its layers stay as they are, and raise where they are used
             return object()
 
 
-def _pull_back(equation: Equation, moves: Sequence[bool]) -> Callable[[list[Any]], Any]:
-    def of(values: list[Any]) -> Any:
-        moving, still = eqx.partition(values, list(moves))
-        outs, back = jax.vjp(lambda moving: bind(equation, eqx.combine(moving, still)), moving)
-        return outs, back(outs)
-
-    return of
+# -- The program with scans in it --------------------------------------------------------------------------------------
 
 
-# -- Where the operands of loops lie -----------------------------------------------------------------------------------
+class _Evaluation:
+    """Computes the steps of a program one after another."""
+
+    def __init__(self, program: jex.Jaxpr, pieces: dict[Var, Piece], steps: Sequence[Equation | Loop]) -> None:
+        self._program = program
+        self._steps = steps
+        # Pieces that are no columns are made where they are read.
+        self._makers = {var: each for each in operations(program) for var in each.outvars if var in pieces}
+        # What is needed beside the results of a loop within itself.
+        needed = [*program.outvars]
+        for step in steps:
+            needed += _needed_by(step) if isinstance(step, Loop) else step.invars
+        needed = [var for var in needed if not isinstance(var, jex.Literal)]
+        self._needed = {*needed, *(pieces[var].root for var in needed if var in pieces)}
+
+    def run(self, operands: Sequence[Any]) -> list[Any]:
+        self._values: dict[Var, Any] = dict(
+            zip([*self._program.constvars, *self._program.invars], operands, strict=True)
+        )
+        for step in self._steps:
+            if isinstance(step, Loop):
+                self._scan(step)
+            else:
+                self._run(step)
+        return list(map(self._read, self._program.outvars))
+
+    def _run(self, equation: Equation) -> None:
+        self._values |= zip(equation.outvars, bind(equation, list(map(self._read, equation.invars))), strict=True)
+
+    def _read(self, var: Var) -> Any:
+        if isinstance(var, jex.Literal):
+            return var.val
+        if var not in self._values:
+            self._run(self._makers[var])
+        return self._values[var]
+
+    def _scan(self, loop: Loop) -> None:
+        first, last = loop.parts[0], loop.parts[-1]
+        # Results of single parts that are needed behind the loop; of the last part those that are carried come anyway.
+        places = [(k, o) for k, equation in enumerate(first) for o in range(len(equation.outvars))]
+        ends = {place: loop.parts[:-1] if place in loop.first else loop.parts for place in places}
+        kept = [place for place in places if any(_result(part, place) in self._needed for part in ends[place])]
+        own = [*loop.columns, *loop.numbers]
+
+        def step(carry: list[Any], along: list[Any]) -> tuple[list[Any], list[Any]]:
+            handed, given = dict(zip(loop.first, carry, strict=True)), dict(zip(own, along, strict=True))
+            made: dict[Var, Any] = {}
+            for k, equation in enumerate(first):
+                values = list[Any]()
+                for m, var in enumerate(equation.invars):
+                    if (k, m) in given:
+                        values.append(given[k, m])
+                    elif (k, m) in loop.taken:
+                        values.append(handed[loop.taken[k, m]])
+                    else:
+                        is_within = not isinstance(var, jex.Literal) and var in made
+                        values.append(made[var] if is_within else self._read(var))
+                made |= zip(equation.outvars, bind(equation, values), strict=True)
+            found = lambda places: [made[_result(first, place)] for place in places]
+            return list(map(_strong, found(loop.first))), found(kept)
+
+        columns = _columns(loop, self._read)
+        along = [*[columns[place] for place in loop.columns], *loop.numbers.values()]
+        carry = [_strong(self._read(var)) for var in loop.first.values()]
+        carry, stacked = jax.lax.scan(step, carry, along, len(loop.parts))
+        self._values |= {_result(last, place): value for place, value in zip(loop.first, carry, strict=True)}
+        for place, values in zip(kept, stacked, strict=True):
+            its = {i: var for i, part in enumerate(loop.parts) if (var := _result(part, place)) in self._needed}
+            rows = _cut(values, values.ndim - 1, [(i, 1, values.shape[1:]) for i in its])
+            self._values |= zip(its.values(), rows, strict=True)
 
 
-class Rows(NamedTuple):
-    """Columns of equal steps that fit into the same rows: cut out of their array at once, one row for each part."""
-
-    root: Var
-    start: int
-    step: int
-    columns: dict[Place, Column]
+def _result(part: Sequence[Equation], place: Place) -> Var:
+    return part[place[0]].outvars[place[1]]
 
 
-def _rows_of(loop: Loop) -> list[Rows]:
-    found, alike = [], {}
-    for place, column in sorted(loop.columns.items(), key=lambda each: each[1].start):
-        alike.setdefault((column.root, column.rank, column.step), []).append((place, column))
-    for (root, rank, step), columns in alike.items():
-        left, parts = columns, len(loop.parts)
+def _needed_by(loop: Loop) -> list[Var]:
+    """Returns the values that a loop needs from elsewhere, literals among them."""
+    made = {var for equation in loop.parts[0] for var in equation.outvars}
+    own = {*loop.columns, *loop.numbers, *loop.taken}
+    given = [var for k, each in enumerate(loop.parts[0]) for m, var in enumerate(each.invars) if (k, m) not in own]
+    shared = [var for var in given if isinstance(var, jex.Literal) or var not in made]
+    return [*loop.first.values(), *shared, *(column.first.root for column in loop.columns.values())]
+
+
+def _columns(loop: Loop, read: Callable[[Var], Any]) -> dict[Place, jax.Array]:
+    """Returns an array for each column, with a leading axis over the parts."""
+    # Columns that fit into the same rows are cut out of their array at once, one row for each part: a cut's transpose is
+    # as large as the array. They are cut here and not in the body, which would save them for the way back.
+    alike: dict[Any, list[tuple[Place, Piece]]] = {}
+    for place, (first, step) in sorted(loop.columns.items(), key=lambda each: each[1].first.start):
+        alike.setdefault((first.root, first.rank, step), []).append((place, first))
+    found, parts = dict[Place, jax.Array](), len(loop.parts)
+    for (root, rank, step), left in alike.items():
         while left:
-            # As in `Source.rows`: behind the last row there may be nothing left, and then all of them begin earlier.
-            length = root.aval.shape[root.aval.ndim - 1 - rank]
-            start = max(0, min(left[0][1].start, length - parts * step))
-            inside = {place: column for place, column in left if column.start + column.size <= start + step}
-            if not inside:
-                start = left[0][1].start
-                inside = {place: column for place, column in left if column.start + column.size <= start + step}
-            found.append(Rows(root, start, step, inside))
-            left = [each for each in left if each[0] not in inside]
+            start, array = left[0][1].start, read(root)
+            inside = [each for each in left if each[1].start + each[1].size <= start + step]
+            left = [each for each in left if each not in inside]
+            axis, rest = array.ndim - 1 - rank, array.shape[array.ndim - rank :]
+            missing = start + parts * step - array.shape[axis]
+            if missing > 0:  # the last row may end behind the array
+                array = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
+            (rows,) = _cut(array, rank, [(start, parts * step, (parts, step, *rest))])
+            for some in _apart({piece for _, piece in inside}):
+                columns = _cut(rows, rank, [(piece.start - start, piece.size, piece.shape) for piece in some])
+                of = dict(zip(some, [jnp.moveaxis(each, axis, 0) for each in columns], strict=True))
+                found |= {place: of[piece] for place, piece in inside if piece in of}
     return found
 
 
-class Wanted(NamedTuple):
-    """A part of an array to cut out."""
-
-    start: int
-    size: int
-    shape: tuple[int, ...]
-    name: Any  # a variable, or a number of a loop and one of its rows
-
-
-def _taken(array: jax.Array, rank: int, wanted: Sequence[Wanted]) -> dict[Any, jax.Array]:
-    """Cuts parts out of an array, as many at once as do not overlap: a cut's transpose is as large as the array."""
-    longest = max((each.start + each.size for each in wanted), default=0)
-    axis = array.ndim - 1 - rank
-    missing = longest - array.shape[axis]
-    if missing > 0:  # the last row of a loop may end behind the array
-        array = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
-    found: dict[Any, jax.Array] = {}
-    for some in _apart(wanted):
-        found |= zip([each.name for each in some], _cut(array, rank, [each[:3] for each in some]), strict=True)
-    return found
-
-
-def _apart(spans: Iterable[S]) -> Iterator[list[S]]:
-    """Sorts spans, which have a `start` and a `size`, into lists without overlaps."""
-    left = sorted(spans, key=lambda each: each.start)
+def _apart(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Sorts pieces of an array into lists without overlaps."""
+    left = sorted(pieces, key=lambda each: each.start)
     while left:
-        now, later, at = [], [], 0
+        now, later, at = list[Piece](), list[Piece](), 0
         for each in left:
             fits = each.start >= at
             (now if fits else later).append(each)
@@ -540,117 +583,6 @@ def _cut(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int,
         slices = [jax.lax.slice_in_dim(array, start, start + size, axis=axis) for start, size, _ in spans]
         return [each.reshape(*array.shape[:axis], *span[2]) for each, span in zip(slices, spans, strict=True)]
     return cut(array, with_gaps(spans, array.shape[axis + 1 :], array.shape[axis]), rank)[1::2]
-
-
-# -- The program with scans in it --------------------------------------------------------------------------------------
-
-
-class _Evaluation:
-    """Computes the steps of a program one after another."""
-
-    def __init__(self, program: jex.Jaxpr, pieces: dict[Var, Piece], steps: Sequence[Equation | Loop]) -> None:
-        self._program = program
-        self._steps = steps
-        self._rows = {id(step): _rows_of(step) for step in steps if isinstance(step, Loop)}
-        # What is needed beside the results of a loop within itself.
-        self._needed = {var for var in program.outvars if not isinstance(var, jex.Literal)}
-        for step in steps:
-            self._needed.update(_shared_by(step) if isinstance(step, Loop) else _variables(step))
-        self._wanted: dict[Var, dict[int, list[Wanted]]] = {}  # of each array that is cut, by rank
-        for var in [var for var in pieces if var in self._needed]:
-            root, start, size, shape, rank = pieces[var]
-            self._want(root, rank, Wanted(start, size, shape, var))
-        for loop in [step for step in steps if isinstance(step, Loop)]:
-            for i, rows in enumerate(self._rows[id(loop)]):
-                rank, parts = next(iter(rows.columns.values())).rank, len(loop.parts)
-                shape = (parts, rows.step, *rows.root.aval.shape[rows.root.aval.ndim - rank :])
-                self._want(rows.root, rank, Wanted(rows.start, parts * rows.step, shape, (id(loop), i)))
-
-    def _want(self, root: Var, rank: int, wanted: Wanted) -> None:
-        self._needed.add(root)
-        self._wanted.setdefault(root, {}).setdefault(rank, []).append(wanted)
-
-    def run(self, operands: Sequence[Any]) -> list[Any]:
-        self._values: dict[Any, Any] = {}
-        for var, value in zip([*self._program.constvars, *self._program.invars], operands, strict=True):
-            self._write(var, value)
-        for step in self._steps:
-            if isinstance(step, Loop):
-                self._scan(step)
-            else:
-                for var, value in zip(step.outvars, bind(step, list(map(self._read, step.invars))), strict=True):
-                    self._write(var, value)
-        return list(map(self._read, self._program.outvars))
-
-    def _read(self, var: Var, made: Mapping[Var, Any] = types.MappingProxyType({})) -> Any:
-        return var.val if isinstance(var, jex.Literal) else made[var] if var in made else self._values[var]
-
-    def _write(self, var: Var, value: Any) -> None:
-        self._values[var] = value
-        for rank, wanted in self._wanted.get(var, {}).items():
-            self._values |= _taken(value, rank, wanted)
-
-    def _scan(self, loop: Loop) -> None:
-        first, last = loop.parts[0], loop.parts[-1]
-        # Results of single parts that are needed behind the loop; of the last part those that are carried come anyway.
-        places = [(k, o) for k, equation in enumerate(first) for o in range(len(equation.outvars))]
-        ends = {place: loop.parts[:-1] if place in loop.first else loop.parts for place in places}
-        kept = [place for place in places if any(_result(part, place) in self._needed for part in ends[place])]
-        own = [*loop.columns, *loop.numbers]
-
-        def step(carry: list[Any], along: list[Any]) -> tuple[list[Any], list[Any]]:
-            handed, given = dict(zip(loop.first, carry, strict=True)), dict(zip(own, along, strict=True))
-            made: dict[Var, Any] = {}
-            for k, equation in enumerate(first):
-                its = {m: given[k, m] for m in range(len(equation.invars)) if (k, m) in given}
-                its |= {m: handed[loop.taken[k, m]] for m in range(len(equation.invars)) if (k, m) in loop.taken}
-                values = [its[m] if m in its else self._read(var, made) for m, var in enumerate(equation.invars)]
-                made |= zip(equation.outvars, bind(equation, values), strict=True)
-            found = lambda places: [made[_result(first, place)] for place in places]
-            return list(map(_strong, found(loop.first))), found(kept)
-
-        arrays: dict[Place, Any] = {}
-        for i, rows in enumerate(self._rows[id(loop)]):
-            arrays |= _columns(self._values.pop((id(loop), i)), rows)
-        along = [*[arrays[place] for place in loop.columns], *loop.numbers.values()]
-        carry = [_strong(self._read(var)) for var in loop.first.values()]
-        carry, stacked = jax.lax.scan(step, carry, along, len(loop.parts))
-        for place, value in zip(loop.first, carry, strict=True):
-            self._write(_result(last, place), value)
-        for place, values in zip(kept, stacked, strict=True):
-            its = [_result(part, place) for part in loop.parts]
-            wanted = [Wanted(i, 1, values.shape[1:], var) for i, var in enumerate(its) if var in self._needed]
-            for var, value in _taken(values, values.ndim - 1, wanted).items():
-                self._write(var, value)
-
-
-def _result(part: Sequence[Equation], place: Place) -> Var:
-    return part[place[0]].outvars[place[1]]
-
-
-def _shared_by(loop: Loop) -> list[Var]:
-    """Returns the values that a loop needs from elsewhere, besides its columns."""
-    made = {var for equation in loop.parts[0] for var in equation.outvars}
-    own = {*loop.columns, *loop.numbers, *loop.taken}
-    given = [
-        var
-        for k, equation in enumerate(loop.parts[0])
-        for m, var in enumerate(equation.invars)
-        if not isinstance(var, jex.Literal) and var not in made and (k, m) not in own
-    ]
-    return [*loop.first.values(), *given]
-
-
-def _columns(array: jax.Array, rows: Rows) -> dict[Place, jax.Array]:
-    """Cuts the pieces out of rows; each gets a leading axis over the parts."""
-    # Cut here and not in the body: what a body cuts it would save for the way back, as a copy of the parameters.
-    found: dict[Column, jax.Array] = {}
-    for some in _apart(set(rows.columns.values())):
-        spans = [(column.start - rows.start, column.size, column.shape) for column in some]
-        parts = array.ndim - 2 - some[0].rank  # which axis, behind those of a batch
-        pieces = _cut(array, some[0].rank, spans)
-        found |= zip(some, [jnp.moveaxis(piece, parts, 0) for piece in pieces], strict=True)
-    return {place: found[column] for place, column in rows.columns.items()}
 
 
 def _strong(array: Any) -> Any:
