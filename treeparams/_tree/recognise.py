@@ -19,6 +19,7 @@ import operator
 import threading
 import types
 import weakref
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from .declare import registry
 from .flattening import Avals, flatten, getter, same_treedef
 from .lost_ties import meet
 from .numbers import note_numbers
-from .static_keys import SIMPLE, contents, found_at, is_settled, static_key
+from .static_keys import SIMPLE, StaticKeys, contents, found_at, is_settled
 from .structure import Structure, scan
 from .types import PyTree, TreeDef
 
@@ -109,9 +110,15 @@ class _Known:
 _known: "collections.OrderedDict[int, list[_Known]]" = collections.OrderedDict()
 _set_aside: list[tuple[int, list["weakref.ref[_Known]"]]] = []
 _changing = threading.Lock()  # for writing to `_known`; reading needs none
-_key = functools.partial(static_key, strict=True)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
+
+
+def _key(statics: Sequence[Any]) -> list[Hashable]:
+    """Returns the keys of static values; many nodes hold the same object."""
+    once, key = dict(zip(map(id, statics), statics, strict=True)), StaticKeys(strict=True).key
+    keys = {each: (type(it), it) if type(it) in SIMPLE else key(it) for each, it in once.items()}
+    return list(map(keys.__getitem__, map(id, statics)))
 
 
 def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], TreeDef, Structure]:
