@@ -19,6 +19,7 @@ import operator
 import threading
 import types
 import weakref
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from .declare import registry
 from .flattening import Avals, flatten, getter, same_treedef
 from .lost_ties import meet
 from .numbers import note_numbers
-from .static_keys import SIMPLE, contents, found_at, is_settled, static_key
+from .static_keys import SIMPLE, StaticKeys, contents, found_at, is_settled
 from .structure import Structure, refs_in, scan
 from .types import PyTree, TreeDef
 
@@ -112,9 +113,15 @@ class _Known:
 _known: "collections.OrderedDict[int, list[_Known]]" = collections.OrderedDict()
 _set_aside: list[tuple[int, list["weakref.ref[_Known]"]]] = []
 _changing = threading.Lock()  # for writing to `_known`; reading needs none
-_key = functools.partial(static_key, strict=True)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
+
+
+def _key(statics: Sequence[Any]) -> list[Hashable]:
+    """Returns the keys of static values; many nodes hold the same object."""
+    once, key = dict(zip(map(id, statics), statics, strict=True)), StaticKeys(strict=True).key
+    keys = {each: (type(it), it) if type(it) in SIMPLE else key(it) for each, it in once.items()}
+    return list(map(keys.__getitem__, map(id, statics)))
 
 
 def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], TreeDef, Structure]:
@@ -148,6 +155,8 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
             _known.move_to_end(hashed)
             while len(_known) > _BUCKETS:
                 _known.popitem(last=False)
+            if _let_go not in gc.callbacks:
+                gc.callbacks.append(_let_go)
     return leaves, treedef, known.structure
 
 
@@ -161,9 +170,6 @@ def _let_go(phase: str, info: dict[str, int]) -> None:
             found = [known for each in bucket if (known := each()) is not None]
             if found:
                 _known.setdefault(hashed, found)
-
-
-gc.callbacks.append(_let_go)
 
 
 # -- Static values -----------------------------------------------------------------------------------------------------

@@ -170,9 +170,11 @@ def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     read = _Reading(tree)
     specs: list[Spec | None] = []
     same, first = list(range(len(leaves))), {}
+    kinds = set(map(type, leaves))
+    of_jax = {each for each in kinds if _is_array_type(each) and not issubclass(each, np.ndarray)}
     for i, leaf in enumerate(leaves):
         try:
-            spec = _spec(leaf)
+            spec = _spec_of(leaf.shape, leaf.dtype) if type(leaf) in of_jax else _spec(leaf)
         except TypeError as error:
             raise TypeError(
                 f"{join_path(read.entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not support; "
@@ -184,7 +186,7 @@ def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     # One leaf of each type tells for all of them, but for frozen sets, which hold values of any type.
     one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
     settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
-    is_traced = bool([kind for kind in set(map(type, leaves)) if issubclass(kind, Tracer)])
+    is_traced = bool([kind for kind in kinds if issubclass(kind, Tracer)])
     values = tuple([None if spec else kind_of(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
     arrays = tuple(specs), values, tuple(same)
     return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, refs_in(leaves), is_traced=is_traced)
