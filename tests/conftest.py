@@ -1,7 +1,10 @@
-"""Strict JAX for all tests: what only works by silent promotion does not work."""
+"""Strict JAX for all tests: what only works by silent promotion does not work.
+
+Two variables say how they run otherwise: `TREEPARAMS_TEST_OPTIMISED=1` compiles programs as those of users are, and
+`TREEPARAMS_TEST_PLATFORM=cuda` runs them there.
+"""
 
 import atexit
-import functools
 import gc
 import os
 import shutil
@@ -9,14 +12,19 @@ import tempfile
 
 from . import quick
 
-# Eight CPU devices, before JAX starts; tests of sharding and of several devices need them.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# What is tested is the same on each platform, so that of the machine's is not taken by accident. On others, products of
+# float32 are rounded to fewer bits if JAX is not told otherwise.
+_PLATFORM = os.environ.get("TREEPARAMS_TEST_PLATFORM", "cpu")
+os.environ["JAX_PLATFORMS"] = ",".join(dict.fromkeys([_PLATFORM, "cpu"]))
+if _PLATFORM != "cpu":
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 
 # Most of the time would go into code for programs that run once, on little data: this halves it. Costs that are counted
 # (FLOPs, bytes, temporary memory) are of what XLA has before that, and the same.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    os.environ["XLA_FLAGS"] += quick.flags()
+    if "TREEPARAMS_TEST_OPTIMISED" not in os.environ:
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + quick.flags()
 
     # A third of the programs have been compiled before, in another test or by the other worker. With a folder that is
     # kept, JAX_COMPILATION_CACHE_DIR=..., the next run takes over what this one has compiled.
@@ -67,8 +75,7 @@ def pytest_configure(config):
 
     import treeparams  # noqa: F401 - with its types checked, before what else imports it
 
-    _share_contexts()
-
+    jax.config.update("jax_num_cpu_devices", 8)  # tests of several devices need them
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.monitoring.register_event_duration_secs_listener(_count_compilations)
@@ -78,35 +85,10 @@ def pytest_configure(config):
     gc.set_threshold(50_000, 20, 50)
 
 
-def _share_contexts():
-    """Lowers the programs of a file in one context of MLIR.
-
-    JAX makes one for each program. That takes longer than all else of lowering a small one, and a megabyte that stays.
-    """
-    from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
-
-    make = mlir.make_ir_context
-    shared = functools.cache(make)
-
-    def context():
-        try:
-            is_within = ir.Context.current is not None  # an operation that lowering calls for: it would end up there
-        except ValueError:  # the older way to say that there is none
-            is_within = False
-        return make() if is_within else shared()
-
-    context.forget = shared.cache_clear
-    mlir.make_ir_context = context
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
     """Memory is finite; but programs of single operations serve the next files too."""
     yield
-    from jax._src.interpreters import mlir
-
-    mlir.make_ir_context.forget()
     if len(_compiled) > 3000:
         import jax
 

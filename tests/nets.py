@@ -9,15 +9,17 @@ from jax.sharding import AxisType
 import treeparams as tp
 from treeparams import optim, sharding
 
+from .zoo import first_devices
+
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-def mesh_of(devices=4, kind=AUTO):
-    return jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
+def mesh_of(count=4, kind=AUTO):
+    return jax.make_mesh((count,), ("data",), axis_types=(kind,), devices=first_devices(count))
 
 
 def two_axes(names, kind=AUTO):
-    return jax.make_mesh((2, 2), names, axis_types=(kind, kind))
+    return jax.make_mesh((2, 2), names, axis_types=(kind, kind), devices=first_devices(4))
 
 
 def model_of(dtype=jnp.float32):

@@ -21,7 +21,7 @@ import treeparams as tp
 from treeparams import optim
 from treeparams._tree import elements as elements_of
 
-from .zoo import ZOO, Net, Norm, enable_x64, models, new_ref, ramp, with_refs
+from .zoo import ZOO, Net, Norm, enable_x64, first_devices, models, new_ref, ramp, with_refs
 
 f32 = functools.partial(np.array, dtype=np.float32)
 i64 = functools.partial(np.array, dtype=np.int64)
@@ -232,14 +232,14 @@ def test_states_stacks_vectors_averages():
 
 
 def test_sharding():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
+    mesh = Mesh(np.array(first_devices(4)), ("d",))
     put = lambda *axes: jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, PartitionSpec(*axes)))
     one = jnp.asarray(np.arange(8.0, dtype=np.float32))
     assert not tp.diff(put("d"), put("d"))
     assert not tp.diff(put(), put(None))  # the same in other words
     assert not tp.diff(np.asarray(one), put("d"))
     turned = NamedSharding(Mesh(np.array(jax.devices()[3::-1]), ("d",)), PartitionSpec("d"))
-    first, second = map(repr, jax.devices()[:2])
+    first, second = map(repr, first_devices(2))
     for here, there, words in (
         (one, put(), (first, "() over d=4")),
         (put(), put("d"), ("() over d=4", "('d',) over d=4")),

@@ -13,11 +13,20 @@ import jax
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import treeparams as tp
 
 # Its place in JAX has changed, in 0.8.
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+
+
+def first_devices(count: int) -> list[jax.Device]:
+    """The first devices. Where there are not so many, the test is skipped, or the file that asks while it is read."""
+    found = jax.devices()
+    if len(found) < count:
+        pytest.skip(f"needs {count} devices, has {len(found)}", allow_module_level=True)
+    return found[:count]
 
 
 def ramp(*shape: int, dtype: Any = jnp.float32, start: float = 0.5) -> jax.Array:
@@ -177,9 +186,18 @@ def assert_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(np.asarray(a).astype(wide), np.asarray(b).astype(wide), tolerance, tolerance)
 
 
+def bits(array: Any) -> bytes:
+    """Its bytes; a GPU computes one NaN for all, so there they stand for each other."""
+    array = np.asarray(array)
+    if jax.default_backend() != "cpu":
+        array = np.where(np.isnan(array), array.dtype.type("nan"), array)
+    return array.tobytes()
+
+
 def cost(f: Callable[..., Any], *args: Any) -> dict[str, float]:
-    """What XLA counts in the compiled program: `"flops"`, `"bytes accessed"`."""
-    analysis = jax.jit(f).lower(*args).compile().cost_analysis()
+    """What XLA counts in the program as it is compiled for a CPU: `"flops"`, `"bytes accessed"`."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        analysis = jax.jit(f).lower(*args).compile().cost_analysis()
     return analysis[0] if isinstance(analysis, list) else analysis
 
 

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 
-from ..zoo import ramp
+from ..zoo import first_devices, ramp
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 axes = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
@@ -17,8 +17,8 @@ explicit_within = pytest.mark.parametrize(("kind", "within"), [(AUTO, False), (E
 auto_within = pytest.mark.parametrize(("kind", "within"), [(AUTO, True), (EXPLICIT, False)])
 
 
-def mesh_of(kind, devices=4):
-    return jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=jax.devices()[:devices])
+def mesh_of(kind, count=4):
+    return jax.make_mesh((count,), ("x",), axis_types=(kind,), devices=first_devices(count))
 
 
 def put(tree, mesh, *spec):

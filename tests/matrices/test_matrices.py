@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import treeparams as tp
 from treeparams import matrices
 
-from ..zoo import assert_close, assert_same, enable_x64
+from ..zoo import assert_close, assert_same, enable_x64, first_devices
 from .zoo import MATRICES, OWN, Circulant, low_rank, normal, put, svd
 
 KINDS = pytest.mark.parametrize("kind", MATRICES.values(), ids=MATRICES.keys())
@@ -313,7 +313,7 @@ SPREAD = {
 @pytest.mark.parametrize("kind", SPREAD.values(), ids=SPREAD.keys())
 def test_a_batch_that_is_spread_over_devices(kind: Any):
     """On an explicit mesh, and within `shard_map` as it is by default, where types say what varies."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=first_devices(2))
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
     matrix, x = kind(3, 4), normal(5, 4, 4)
 

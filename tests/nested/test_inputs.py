@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import nested
 
-from ..zoo import ZOO, assert_close, enable_x64, flops, inexact_leaves
+from ..zoo import ZOO, assert_close, enable_x64, first_devices, flops, inexact_leaves
 
 
 class Energy(eqx.Module):
@@ -226,7 +226,7 @@ def test_jacobians_of_any_shape(chunk):
 
 
 def test_within_a_shard_map_that_checks_what_varies():
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=first_devices(4))
     w, x = jnp.arange(6.0).reshape(3, 2) / 7, jnp.linspace(-1.0, 1.0, 16).reshape(8, 2)
     wide = lambda w, x: jnp.tanh(w @ x)
     tall = lambda w, x: jnp.sum(wide(w, x), keepdims=True)

@@ -11,7 +11,7 @@ from treeparams import nested
 from treeparams.nested import _kernel
 
 from ..matrices.zoo import equations
-from ..zoo import assert_close, enable_x64, ramp
+from ..zoo import assert_close, enable_x64, first_devices, ramp
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ LAYOUT = tp.layout(MODEL, freeze="frozen")
 
 def test_samples_over_devices():
     """Each device has its own samples, and the model is on all of them: nothing is summed over devices."""
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=first_devices(4))
     waves, loss = {"k": ramp(2).astype(jnp.complex64), "b": ramp(1)}, lambda model, x: jnp.sum(net(model, x) ** 2)
     many = lambda model, x: jnp.outer(model["b"] ** 2, x)  # more outputs than parameters
     phases = lambda waves, x: jnp.exp(waves["k"] * (x[:2] * waves["b"]).astype(jnp.complex64))
@@ -139,7 +139,7 @@ def test_samples_over_devices():
 
 @pytest.mark.parametrize("axes", ["d", ("d", "e")], ids=["one of them", "both"])
 def test_a_kernel_over_a_mesh_of_two_axes(axes):
-    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2, devices=first_devices(4))
     of = lambda axis_name: lambda model, xs: nested.kernel(net, trainable=LAYOUT, axis_name=axis_name)(model, xs)
     sharded = jax.shard_map(of(axes), mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
     assert_close(*jax.jit(lambda *args: (sharded(*args), of(None)(*args)))(MODEL, XS))
@@ -147,7 +147,7 @@ def test_a_kernel_over_a_mesh_of_two_axes(axes):
 
 def test_meshes_with_explicit_axes():
     """What lies over devices by type is brought together where rows are multiplied; tangents lie as the slots do."""
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=first_devices(4))
     model, xs, vector = {"w": ramp(4, 4), "b": ramp(4)}, jnp.sin(ramp(8, 4) * 9), ramp(20)
     f = lambda model, x: jnp.tanh(x @ model["w"] + model["b"])
     loss = lambda model: jnp.sum(jnp.tanh(model["w"]) ** 2 * model["b"][None])

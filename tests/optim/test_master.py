@@ -10,7 +10,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim, saving, sharding
 
-from ..zoo import assert_close, assert_same, enable_x64, ramp
+from ..zoo import assert_close, assert_same, enable_x64, first_devices, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
@@ -160,7 +160,7 @@ def test_ties_are_kept_and_states_saved_and_moved(tmp_path):
 
 
 def test_over_devices_copies_lie_as_their_parameters():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("data",), devices=first_devices(2))
     model = {"a": ramp(8, 2, dtype=LOW), "b": ramp(8, 2, dtype=LOW, start=1e-3), "c": ramp(8)}
     loss = lambda m, x: jnp.mean((x @ (_wide(m)["a"] + _wide(m)["b"])) ** 2) + jnp.sum(m["c"] ** 2)
     rule, plan = optim.master(optax.sgd(0.5)), sharding.plan(model, mesh, {"**": "split"}, form="stacks")

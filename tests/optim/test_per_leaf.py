@@ -14,7 +14,7 @@ import treeparams as tp
 from treeparams import optim
 from treeparams._forms.form import Stacks
 
-from ..zoo import assert_close, assert_same, ramp
+from ..zoo import assert_close, assert_same, first_devices, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -213,7 +213,7 @@ def test_the_state_passes_scan_donation_and_pickle():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_the_state_of_rows_lies_where_they_do(kind):
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=first_devices(4))
     stack, tx = ramp(8, 4, 6), optim.per_leaf(RULES["adafactor"])
     stacks = Stacks({"float32[4,6]": jax.device_put(stack, NamedSharding(mesh, P("x")))})
     with jax.set_mesh(mesh):

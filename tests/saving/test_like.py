@@ -14,7 +14,7 @@ from treeparams import saving
 from treeparams._files.file import File
 from treeparams._files.source import OnDisk
 
-from ..zoo import assert_same, ramp
+from ..zoo import assert_same, first_devices, ramp
 from .test_saving import assert_bits, emptied, there_and_back
 
 
@@ -153,7 +153,7 @@ def test_each_array_is_read_once_and_compared_with_its_checksum(path, monkeypatc
 
 
 def test_loaded_arrays_lie_where_those_of_like_do(path):
-    devices = jax.devices()[:4]
+    devices = first_devices(4)
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
     rows, whole, third = NamedSharding(mesh, P("x")), NamedSharding(mesh, P()), SingleDeviceSharding(devices[3])
     tree = {
@@ -184,7 +184,7 @@ def test_loaded_arrays_lie_where_those_of_like_do(path):
 
 
 def test_a_tie_over_several_devices(path):
-    place = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
+    place = NamedSharding(jax.sharding.Mesh(np.array(first_devices(2)), ("x",)), P("x"))
     codec = Codec(jax.device_put(ramp(2, 4), place), jax.device_put(ramp(2, 4).T, place))
     got = there_and_back(path, codec, like=codec)
     assert assert_same(got, codec) == 2

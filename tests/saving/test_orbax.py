@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import treeparams as tp
 from treeparams import optim, saving
 
+from ..zoo import first_devices
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -41,7 +43,7 @@ def make(seed):
 
 def sharding(leaf, devices):
     """By the first axis that some devices divide; scalars whole on each."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    mesh = Mesh(np.array(first_devices(devices)), ("data",))
     axis = next((axis for axis, length in enumerate(leaf.shape) if length % devices == 0), None)
     return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "data"))
 

@@ -18,7 +18,7 @@ from treeparams import optim, saving
 from treeparams.saving._names import names_of
 from treeparams.saving._rename import stack
 
-from ..zoo import assert_same, ramp
+from ..zoo import assert_same, first_devices, ramp
 from .test_plan import row, shapes
 
 # -- Names -------------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_a_stack_of_thousands_of_rows():
         rows = {f"l.{i}": kind(row(2, start=i)) for i in range(70)}
         made = saving.plan(rows, {"l": ramp(70, 2)}, rename={"l.*": "l"})(rows)["l"]
         np.testing.assert_array_equal(made, [row(2, start=i) for i in range(70)])
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    mesh = Mesh(np.array(first_devices(2)), ("d",))
     over, lies = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("d",), (None, "d")))
     rows = {f"l.{i}": jax.device_put(row(2, start=i), over) for i in range(40)}
     plan = saving.plan(rows, {"l": jax.device_put(ramp(40, 2), lies)}, rename={"l.*": "l"})

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import treeparams as tp
 from treeparams import saving
 
-from ..zoo import ZOO, Norm, assert_same, ramp
+from ..zoo import ZOO, Norm, assert_same, first_devices, ramp
 from .test_plan import row, shapes
 
 _NESTED = {"fc": {"weight": row(3, 2), "bias": row(3)}, "n": row(2, dtype=np.int32)}
@@ -246,9 +246,9 @@ def test_ties_within_jit():
 
 
 def test_leaves_stay_where_and_what_they_are():
-    devices = Mesh(np.array(jax.devices()[:4]), ("d",))
+    devices = Mesh(np.array(first_devices(4)), ("d",))
     over = NamedSharding(devices, PartitionSpec("d"))
-    other = jax.devices()[1]
+    _, other = first_devices(2)
     model = {
         "numpy": row(2),
         "jax": ramp(4),

@@ -19,8 +19,9 @@ from treeparams.sharding._compiled.collectives import Collective
 from treeparams.sharding._step import program_of
 
 from ..nets import BATCH, loss, mesh_of, model_of
+from ..zoo import first_devices
 
-MESH = Mesh(np.array(jax.devices()[:4]), "d")
+MESH = Mesh(np.array(first_devices(4)), "d")
 
 
 def shape(*sizes, spec=("d",)):

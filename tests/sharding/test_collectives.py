@@ -9,6 +9,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 from treeparams import sharding
 from treeparams.sharding._compiled.collectives import Collective
 
+from ..zoo import first_devices
+
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 PART = 16 * 32 * 4  # bytes of the rows of one of four devices
 WHOLE = 4 * PART
@@ -16,7 +18,7 @@ WHOLE = 4 * PART
 
 def compiled(f, *arguments, mesh=None):
     """A function of what one device has of its arguments, over the axis "d"."""
-    mesh = mesh or Mesh(np.array(jax.devices()[:4]), "d")
+    mesh = mesh or Mesh(np.array(first_devices(4)), "d")
     mapped = jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
     return jax.jit(mapped).lower(*arguments or (X,)).compile()
 
@@ -145,14 +147,14 @@ def test_a_conditional_between_what_moves_nothing_is_of_no_interest():
 
 
 def test_groups_of_one_device_move_nothing():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("d", "alone"))
+    mesh = Mesh(np.array(first_devices(4)).reshape(4, 1), ("d", "alone"))
 
     def f(x):
         alone = jax.lax.all_gather(jax.lax.psum(jnp.sin(x), "alone"), "alone", tiled=True)
         return psum(jnp.sin(jax.lax.ppermute(alone, "alone", [(0, 0)])))
 
     assert sharding.collectives(compiled(f, mesh=mesh)).rows == (Collective("all-reduce", 2 * PART, 1),)
-    one = Mesh(np.array(jax.devices()[:1]), "d")
+    one = Mesh(np.array(first_devices(1)), "d")
     assert sharding.collectives(compiled(psum, mesh=one)).count() == 0
 
 

@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 import treeparams as tp
 from treeparams import optim, sharding
 
-from ..zoo import assert_same, ramp
+from ..zoo import assert_same, first_devices, ramp
 
-MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-TWO = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=first_devices(4))
+TWO = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=first_devices(4))
 EMBED = ramp(16, 4)
 MODEL = {
     "embed": EMBED,
@@ -276,7 +276,7 @@ def test_there_and_back(form, rules):
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_stacks_rest_in_one_order_over_any_number_of_devices(n):
     model = {"layers": [{"w": ramp(2, 2, start=i)} for i in range(8)]}
-    mesh = jax.make_mesh((n,), ("data",), devices=jax.devices()[:n])
+    mesh = jax.make_mesh((n,), ("data",), devices=first_devices(n))
     stacks = plan_of({"**": "owned"}, model, mesh, form="stacks").ravel(model)
     assert stacks["float32[2,2]"].addressable_shards[0].data.shape == (8 // n, 2, 2)
     jax.tree.map(np.testing.assert_array_equal, stacks, tp.stack(model)[0])

@@ -19,7 +19,7 @@ import treeparams as tp
 from treeparams import optim
 from treeparams._slots import accidents
 
-from ..zoo import Pair, ramp
+from ..zoo import Pair, first_devices, ramp
 
 zeros = lambda *shape: jnp.zeros(shape)
 one_array = lambda *paths: pytest.warns(
@@ -194,7 +194,10 @@ def reloaded(model: Any) -> Any:
     return eqx.tree_deserialise_leaves(file, model)
 
 
-everywhere = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec())
+def on_two(*spec: str) -> NamedSharding:
+    return NamedSharding(jax.make_mesh((2,), ("data",), devices=first_devices(2)), PartitionSpec(*spec))
+
+
 PART = {
     "a file of Equinox": reloaded,
     "tree.map": lambda model: jax.tree.map(lambda a: a * 1, model),
@@ -202,7 +205,7 @@ PART = {
     "NumPy and back": lambda model: jax.tree.map(lambda a: jnp.array(np.asarray(a)), model),
     "jit": jax.jit(lambda model: model),
     "filter_jit": eqx.filter_jit(lambda model: model),
-    "filter_shard": lambda model: eqx.filter_shard(model, everywhere),
+    "filter_shard": lambda model: eqx.filter_shard(model, on_two()),
 }
 KEEP = {
     "tree.map of the identity": lambda model: jax.tree.map(lambda a: a, model),
@@ -355,7 +358,7 @@ def test_shapes_are_no_model_that_was_met_apart():
 
 
 def test_arrays_over_several_devices_and_such_as_are_gone():
-    split = NamedSharding(everywhere.mesh, PartitionSpec("data"))
+    split = on_two("data")
     model = jax.device_put(tied(), split)
     with one_array("b1", "b2"):
         tp.layout(with_equal_biases(jax.device_put(zeros(4), split)))

@@ -13,7 +13,7 @@ import pytest
 import treeparams as tp
 from treeparams import sharding
 
-from ..zoo import Norm, Pair, ramp as leaf
+from ..zoo import Norm, Pair, first_devices, ramp as leaf
 
 
 class Codec(eqx.Module):
@@ -237,7 +237,9 @@ def test_a_tie_that_is_said_is_named_by_either_end(end: str, transform: Any):
         assert list(restructure.view(vector)[f"{node}.**"]) == ["embed"]
         stacks, _ = tp.stack(model, layout, groups={"tied": node, "rest": "**"})
         assert jax.tree.map(jnp.shape, stacks) == {"tied": {"float32[2,3]": (1, 2, 3)}, "rest": {"float32[2]": (1, 2)}}
-        plan = sharding.plan(layout, jax.make_mesh((2,), ("data",)), {node: "split", "**": "whole"})
+        plan = sharding.plan(
+            layout, jax.make_mesh((2,), ("data",), devices=first_devices(2)), {node: "split", "**": "whole"}
+        )
         assert plan.replicated.keys() == {"bias"}
 
 

@@ -540,8 +540,8 @@ def _needed_by(loop: Loop) -> list[Var]:
 
 def _columns(loop: Loop, read: Callable[[Var], Any]) -> dict[Place, jax.Array]:
     """Returns an array for each column, with a leading axis over the parts."""
-    # Columns that fit into the same rows are cut out of their array at once, one row for each part: a cut's transpose is
-    # as large as the array. They are cut here and not in the body, which would save them for the way back.
+    # Columns that fit into the same rows are cut out of their array at once, one row for each part: a cut's transpose
+    # is as large as the array. They are cut here and not in the body, which would save them for the way back.
     alike: dict[Any, list[tuple[Place, Piece]]] = {}
     for place, (first, step) in sorted(loop.columns.items(), key=lambda each: each[1].first.start):
         alike.setdefault((first.root, first.rank, step), []).append((place, first))
