@@ -1,6 +1,8 @@
 """`tp.rolled`: a loop over equal layers is compiled as one of them, and is the function that it was."""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 
 import equinox as eqx
@@ -259,3 +261,134 @@ def test_parameters_in_a_vector_stay_in_their_loop():
     with pytest.warns(UserWarning, match="parameters come from a vector.* take tp.stack"):
         found = tp.rolled(loss)(vector)
     assert_allclose(found, loss(vector))
+
+
+# -- Keys, and random nets: the same as the function, or the function unchanged with a warning -------------------------
+
+
+def same_or_said(function, *args):
+    """Checks a rolled function beside the function; returns whether a loop was found."""
+    expected = jax.jit(function)(*args)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        close(jax.jit(tp.rolled(function))(*args), expected)
+    assert all("tp.rolled found no loop" in str(each.message) for each in said)
+    return not said
+
+
+def test_keys_that_are_split_and_used_before_the_loop():
+    mlp = eqx.nn.MLP(3, 8, 8, depth=6, key=jax.random.key(1))
+    stacks, restructure = tp.stack(mlp)
+
+    def with_dropout(stacks, x, key):
+        drop = eqx.nn.Dropout(0.3)
+        layers = restructure(stacks).layers  # the first one has another shape
+        for layer, k in zip(layers, jax.random.split(key, len(layers)), strict=True):
+            x = drop(jax.nn.relu(layer(x)), key=k)
+        return x
+
+    def with_noise(stacks, x, key):
+        first, last = jax.random.split(key)
+        x = x + jax.random.normal(first, x.shape)
+        for layer in restructure(stacks).layers:
+            x = jax.nn.relu(layer(x))
+        return x + jax.random.normal(last, x.shape)
+
+    assert same_or_said(with_dropout, stacks, jnp.ones(3), jax.random.key(0))
+    assert same_or_said(with_noise, stacks, jnp.ones(3), jax.random.key(0))
+
+
+def test_layers_may_split_their_keys_and_be_compiled_by_themselves():
+    stacks, restructure = tp.stack([jax.random.normal(jax.random.key(i), (3, 3)) for i in range(5)])
+
+    @jax.jit
+    def layer(w, x, key):
+        a, b = jax.random.split(key)
+        return x + jnp.tanh(w @ jnp.where(jax.random.bernoulli(a, 0.7, x.shape), x, 0.0)) * jax.random.normal(b, x.shape)
+
+    def by_a_key_each(stacks, x, key):
+        for w, k in zip(restructure(stacks), jax.random.split(key, 5), strict=True):
+            x = layer(w, x, k)
+        return x
+
+    def by_a_key_handed_on(stacks, x, key):
+        for w in restructure(stacks):
+            key, own = jax.random.split(key)
+            x = layer(w, x, own)
+        return x
+
+    for net in (by_a_key_each, by_a_key_handed_on):
+        assert same_or_said(net, stacks, jnp.ones(3), jax.random.key(0))
+
+
+def a_net(seed):
+    """Returns a random net over stacks, with what programs of users have around their layers."""
+    rng = np.random.default_rng(seed)
+    n, kind = int(rng.integers(3, 8)), rng.choice(["index", "zip", "fold", "chain", "none"])
+    has = {name: rng.random() < 0.4 for name in ("total", "head", "skip", "counter", "stem", "jit", "first", "all")}
+    stacks, restructure = tp.stack([jax.random.normal(jax.random.key(i), (3, 3)) for i in range(n)])
+
+    def layer(w, x, key):
+        z = jnp.tanh(w @ x) + jnp.sin(x)
+        return z if key is None else jnp.where(jax.random.bernoulli(key, 0.7, z.shape), z, 0.0)
+
+    own = jax.jit(layer) if has["jit"] else layer
+
+    def net(stacks, x, key):
+        layers, total, found, start = restructure(stacks), 0.0, [], x
+        if has["stem"]:
+            key, first = jax.random.split(key)
+            x = x + jax.random.normal(first, x.shape)
+        keys = jax.random.split(key, n)
+        for i, w in enumerate(layers):
+            if kind == "chain":
+                key, each = jax.random.split(key)
+            else:
+                each = {"index": keys[i], "zip": keys[n - 1 - i], "fold": jax.random.fold_in(key, i)}.get(kind)
+            x = own(w, x, each) + (start if has["skip"] else 0.0)
+            x = x / (i + 1.0) if has["counter"] else x
+            total = total + jnp.sum(x**2) if has["total"] else total
+            found.append(x)
+        x = layers[0] @ x if has["first"] else x
+        return (jnp.mean(x) if has["head"] else x), total, jnp.stack(found) if has["all"] else ()
+
+    return net, stacks
+
+
+@pytest.mark.parametrize("seed", some(range(200), range(6, 200)))
+def test_random_nets(seed):
+    net, stacks = a_net(seed)
+    same_or_said(net, stacks, jnp.ones(3), jax.random.key(seed))
+
+
+def test_nothing_of_a_function_lives_on():
+    class Marker:
+        pass
+
+    def use(i, make):
+        marker, big = Marker(), jnp.ones(3 + i)
+        activation = make(marker, big)
+        stacks, restructure = tp.stack([jnp.eye(3) * k for k in range(6)])
+
+        def chain(stacks, x):
+            for w in restructure(stacks):
+                x = activation(w @ x) + jnp.sin(x) * jnp.cos(x)
+            return jnp.sum(x)
+
+        jax.make_jaxpr(jax.grad(tp.rolled(chain)))(stacks, jnp.ones(3))
+        return weakref.ref(marker)
+
+    def with_jvp(marker, big):
+        act = jax.custom_jvp(lambda x: jnp.tanh(x) * big[0])
+        act.defjvp(lambda primals, tangents: (act(*primals), marker and tangents[0] * big[1]))
+        return act
+
+    def with_vjp(marker, big):
+        act = jax.custom_vjp(lambda x: jnp.tanh(x) * big[0])
+        act.defvjp(lambda x: (act(x), None), lambda _, cotangent: (marker and cotangent * big[1],))
+        return act
+
+    found = [use(i, make) for make in (with_jvp, with_vjp) for i in range(3)]
+    jax.clear_caches()
+    gc.collect()
+    assert [ref() for ref in found] == [None] * 6

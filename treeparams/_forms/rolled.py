@@ -5,6 +5,8 @@ program become a loop if each part gets its operands in the same way: from itsel
 equal distances (a *column*), from a number of its own, or from one value for all parts.
 """
 
+import contextlib
+import copy
 import functools
 import heapq
 import itertools
@@ -23,11 +25,11 @@ import numpy as np
 
 from .._programs import (
     Kind,
-    Walk,
     bind,
     called,
     consts_of,
     derivative,
+    is_floating,
     is_high,
     kind_of,
     name_of,
@@ -109,14 +111,15 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     if closed.effects:
         reason = "the program has side effects, such as those of jax.debug.print"
     else:
-        # Layers may be in functions that are compiled by themselves.
-        inlined = jax.make_jaxpr(lambda *operands: _Inlined().run(closed, operands))(*operands)
-        program = opened(inlined)
+        program = _Program(closed)
         pieces = _pieces_in(program)
-        steps = list(_rolled(_in_order(program, pieces), pieces)) if pieces else []
+        equations = _in_order(program, pieces) if pieces else []
+        steps = list(_rolled(equations, pieces))
         if any(isinstance(step, Loop) for step in steps):
-            return _Evaluation(program, pieces, steps).run([*inlined.consts, *operands])
-        if any(each.primitive is cut_p and not each.params["rank"] for each in operations(program)):
+            return _Evaluation(program, pieces, steps).run(operands)
+        if _best(equations, pieces, least=1) is not None:  # not worth a word
+            return jex.jaxpr_as_fun(closed)(*operands)
+        if any(each.primitive is cut_p and not each.params["rank"] for each in program.equations):
             reason = "parameters come from a vector, and a scan over a vector is slow; take tp.stack(model)"
         elif not pieces:
             reason = "no parameter comes from a stack; write `stacks, restructure = tp.stack(model)`, "
@@ -129,15 +132,37 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     return jex.jaxpr_as_fun(closed)(*operands)
 
 
-class _Inlined(Walk[Any]):
-    """Runs a program with the programs of `jax.jit` within it as parts of it."""
+class _Program:
+    """A program in which those of `jax.jit` stand as parts of it: layers may be functions that are compiled apart.
 
-    def constant(self, value: Any) -> Any:
-        return value
+    Attributes:
+        operands: its variables.
+        constants: variables, and their values.
+        equations: its equations, in their order.
+        results: variables, and literals.
+    """
 
-    def step(self, eqn: Equation, its: list[Any]) -> Sequence[Any]:
-        program = called(eqn) if eqn.primitive.name == "jit" else None
-        return bind(eqn, its) if program is None else self.run(program, its)
+    def __init__(self, closed: jex.ClosedJaxpr) -> None:
+        self.operands = list(opened(closed).invars)
+        self.constants: dict[Var, Any] = {}
+        self.equations: list[Equation] = []
+        self.results = self._inlined(closed, self.operands)
+
+    def _inlined(self, program: jex.ClosedJaxpr | jex.Jaxpr, its: Sequence[Var]) -> list[Var]:
+        known = dict(zip(opened(program).invars, its, strict=True))
+        for var, value in zip(opened(program).constvars, consts_of(program), strict=True):
+            known[var] = next((own for own, other in self.constants.items() if other is value), copy.copy(var))
+            self.constants[known[var]] = value
+        read = lambda atoms: [atom if isinstance(atom, jex.Literal) else known[atom] for atom in atoms]
+        for equation in operations(program):
+            within = called(equation) if equation.primitive.name == "jit" else None
+            if within is not None:
+                made = self._inlined(within, read(equation.invars))
+            else:
+                made = list(map(copy.copy, equation.outvars))  # the program may stand at many places
+                self.equations.append(equation.replace(invars=read(equation.invars), outvars=made))
+            known |= zip(equation.outvars, made, strict=True)
+        return read(opened(program).outvars)
 
 
 # -- Pieces ------------------------------------------------------------------------------------------------------------
@@ -160,13 +185,13 @@ class Column(NamedTuple):
     step: int
 
 
-def _pieces_in(program: jex.Jaxpr) -> dict[Var, Piece]:
+def _pieces_in(program: _Program) -> dict[Var, Piece]:
     """Returns the results of a program that are pieces of its operands, of stacks, or of keys that it has split."""
     # A split of keys that comes again and again is made by each layer for itself: it belongs to the layer.
-    splits = Counter(each.outvars[0].aval for each in operations(program) if each.primitive.name == "random_split")
-    roots: set[Var] = {*program.invars, *program.constvars}
+    splits = Counter(each.outvars[0].aval for each in program.equations if each.primitive.name == "random_split")
+    roots: set[Var] = {*program.operands, *program.constants}
     found: dict[Var, Piece] = {}
-    for equation in operations(program):
+    for equation in program.equations:
         if equation.primitive.name == "random_split" and splits[equation.outvars[0].aval] < 3:
             roots.add(equation.outvars[0])
         elif equation.invars and not isinstance(equation.invars[0], jex.Literal):
@@ -221,7 +246,7 @@ def _variables(equation: Equation) -> list[Var]:
     return [operand for operand in equation.invars if not isinstance(operand, jex.Literal)]
 
 
-def _in_order(program: jex.Jaxpr, pieces: dict[Var, Piece]) -> list[Equation]:
+def _in_order(program: _Program, pieces: dict[Var, Piece]) -> list[Equation]:
     """Returns the equations that make no pieces. Those of pieces alone come where they are needed, with their layer."""
     # A form casts and transposes all its pieces before the first layer.
     made: dict[Var, Equation] = {}
@@ -238,7 +263,7 @@ def _in_order(program: jex.Jaxpr, pieces: dict[Var, Piece]) -> list[Equation]:
                 done = waiting.pop()
                 ordered[id(done)] = done
 
-    for equation in operations(program):
+    for equation in program.equations:
         if equation.outvars and equation.outvars[0] in pieces:
             continue
         operands = _variables(equation)
@@ -247,7 +272,7 @@ def _in_order(program: jex.Jaxpr, pieces: dict[Var, Piece]) -> list[Equation]:
             deferred.update(equation.outvars)
         else:
             emit(equation)
-    for var in program.outvars:
+    for var in program.results:
         root = pieces[var].root if var in pieces else var
         if not isinstance(var, jex.Literal) and root in made:
             emit(made[root])
@@ -284,7 +309,7 @@ def _rolled(equations: list[Equation], pieces: dict[Var, Piece]) -> Iterator[Equ
     yield from _rolled(equations[start + loop.saved + len(loop.parts[0]) :], pieces)
 
 
-def _best(equations: list[Equation], pieces: dict[Var, Piece]) -> tuple[int, Loop] | None:
+def _best(equations: list[Equation], pieces: dict[Var, Piece], least: int = _LEAST) -> tuple[int, Loop] | None:
     known, kinds = dict[Any, int](), _Kinds(pieces)
     ids = np.array([known.setdefault(kinds.of(equation), len(known)) for equation in equations])
     is_slow = np.array([_is_slow_in_loops(equation) for equation in equations])
@@ -294,7 +319,7 @@ def _best(equations: list[Equation], pieces: dict[Var, Piece]) -> tuple[int, Loo
         changes = np.flatnonzero(np.diff([0, *(ids[:-period] == ids[period:]), 0]))
         for start, stop in changes.reshape(-1, 2).tolist():
             parts = (stop - start) // period + 1
-            if parts >= 3 and (parts - 1) * period >= _LEAST and not is_slow[start : start + period].any():
+            if parts >= 3 and (parts - 1) * period >= least and not is_slow[start : start + period].any():
                 candidates.append(((parts - 1) * period, start, period, parts, stop + period))
     best = heapq.nsmallest(_TRIED, candidates, key=lambda each: (-each[0], each[2]))
     for _, start, period, most, stop in best:
@@ -435,19 +460,21 @@ class _Kinds:
 
     def _rule(self, equation: Equation, orders: int) -> Any:
         """Returns the program of an equation's derivative; if it has none, a value that equals nothing else."""
-        moves = [jnp.issubdtype(operand.aval.dtype, jnp.inexact) for operand in equation.invars]
+        operands = [var.aval for var in equation.invars]
+        # A function may have closed over the first operands, in which its rule has no derivative.
+        for closed_over in range(len(operands)):
+            moves = [i >= closed_over and is_floating(aval) for i, aval in enumerate(operands)]
+            with contextlib.suppress(Exception):  # whatever a user's rule raises, it raises again where it is used
+                if Kind.BACKWARD not in kind_of(equation):
+                    return self._param(derivative(equation, moves), orders)
+                return self._param(jax.make_jaxpr(functools.partial(_pull_back, equation, moves))(operands), orders)
+        return object()
 
-        def pull_back(values: list[Any]) -> Any:
-            moving, still = eqx.partition(values, moves)
-            outs, back = jax.vjp(lambda moving: bind(equation, eqx.combine(moving, still)), moving)
-            return outs, back(outs)
 
-        try:
-            if Kind.BACKWARD not in kind_of(equation):
-                return self._param(derivative(equation, moves), orders)
-            return self._param(jax.make_jaxpr(pull_back)([var.aval for var in equation.invars]), orders)
-        except Exception:  # whatever a user's rule raises: its layers stay as they are, and raise where they are used
-            return object()
+def _pull_back(equation: Equation, moves: Sequence[bool], values: list[Any]) -> Any:
+    moving, still = eqx.partition(values, list(moves))
+    outs, back = jax.vjp(lambda moving: bind(equation, eqx.combine(moving, still)), moving)
+    return outs, back(outs)
 
 
 # -- The program with scans in it --------------------------------------------------------------------------------------
@@ -456,28 +483,26 @@ class _Kinds:
 class _Evaluation:
     """Computes the steps of a program one after another."""
 
-    def __init__(self, program: jex.Jaxpr, pieces: dict[Var, Piece], steps: Sequence[Equation | Loop]) -> None:
+    def __init__(self, program: _Program, pieces: dict[Var, Piece], steps: Sequence[Equation | Loop]) -> None:
         self._program = program
         self._steps = steps
         # Pieces that are no columns are made where they are read.
-        self._makers = {var: each for each in operations(program) for var in each.outvars if var in pieces}
+        self._makers = {var: each for each in program.equations for var in each.outvars if var in pieces}
         # What is needed beside the results of a loop within itself.
-        needed = [*program.outvars]
+        needed = [*program.results]
         for step in steps:
             needed += _needed_by(step) if isinstance(step, Loop) else step.invars
         needed = [var for var in needed if not isinstance(var, jex.Literal)]
         self._needed = {*needed, *(pieces[var].root for var in needed if var in pieces)}
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
-        self._values: dict[Var, Any] = dict(
-            zip([*self._program.constvars, *self._program.invars], operands, strict=True)
-        )
+        self._values = self._program.constants | dict(zip(self._program.operands, operands, strict=True))
         for step in self._steps:
             if isinstance(step, Loop):
                 self._scan(step)
             else:
                 self._run(step)
-        return list(map(self._read, self._program.outvars))
+        return list(map(self._read, self._program.results))
 
     def _run(self, equation: Equation) -> None:
         self._values |= zip(equation.outvars, bind(equation, list(map(self._read, equation.invars))), strict=True)
