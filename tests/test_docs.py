@@ -17,6 +17,7 @@ from treeparams import matrices, nested, optim, saving, sharding
 
 from .blocks import run
 
+pytestmark = pytest.mark.timeout(300)  # a page is a whole program
 SITE = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = {str(path.relative_to(SITE / "pages")): path for path in sorted((SITE / "pages").rglob("*.md"))}
 IDIOMS = "coming-from.md"
