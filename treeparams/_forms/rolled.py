@@ -1,8 +1,8 @@
 """Finds a loop over the layers of a net in the program of a function and turns it into a scan.
 
-A *piece* is a part of an array along one axis, such as a parameter in a stack, or one key of many. Equal *parts* of a
-program become a loop if each part gets its operands in the same way: from itself, from the part before, from pieces at
-equal distances (a *column*), from a number of its own, or from one value for all parts.
+A *piece* is a part of an array along one axis: a parameter in a stack, one key of many. Equal *parts* of a program
+become a loop if each gets its operands in the same way: from itself, from the part before, from pieces at equal
+distances (a *column*), from a number of its own, or from one value for all.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -122,8 +122,8 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         if any(each.primitive is cut_p and not each.params["rank"] for each in program.equations):
             reason = "parameters come from a vector, and a scan over a vector is slow; take tp.stack(model)"
         elif not pieces:
-            reason = "no parameter comes from a stack; write `stacks, restructure = tp.stack(model)`, "
-            reason += "call the function with the stacks, and call `restructure(stacks)` inside it"
+            reason = "no parameter comes from a stack; write `stacks, restructure = tp.stack(model)`, call the "
+            reason += "function with the stacks, and call `restructure(stacks)` inside it"
         else:
             reason = "there are no equal layers in sequence, each of which uses the result of the one before"
             if jax.default_backend() == "cpu":
@@ -133,14 +133,7 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
 
 class _Program:
-    """A program in which those of `jax.jit` stand as parts of it: layers may be functions that are compiled apart.
-
-    Attributes:
-        operands: its variables.
-        constants: variables, and their values.
-        equations: its equations, in their order.
-        results: variables, and literals.
-    """
+    """A program in which those of `jax.jit` stand as parts of it: layers may be functions that are compiled apart."""
 
     def __init__(self, closed: jex.ClosedJaxpr) -> None:
         self.operands = list(opened(closed).invars)
@@ -204,10 +197,9 @@ def _pieces_of(equation: Equation, roots: set[Var], found: dict[Var, Piece]) -> 
     name, params, operand = equation.primitive.name, equation.params, equation.invars[0]
     shape = operand.aval.shape
 
-    def cut_at(axis: int | None, sizes: Iterable[int]) -> list[Piece]:
-        rank = len(shape) - 1 - (len(shape) if axis is None else axis)
-        of = found.get(operand)
-        if of is None and operand in roots and rank >= 0:
+    def cut_at(axis: int, sizes: Iterable[int]) -> list[Piece]:
+        rank, of = len(shape) - 1 - axis, found.get(operand)
+        if of is None and operand in roots:
             of = Piece(operand, 0, shape[axis], shape[axis:], rank)
         if of is None or of.rank != rank or len(of.shape) != rank + 1:
             return []
@@ -219,9 +211,12 @@ def _pieces_of(equation: Equation, roots: set[Var], found: dict[Var, Piece]) -> 
         starts = itertools.accumulate(sizes, initial=0)
         return [Piece(operand, *each, params["rank"]) for each in zip(starts, sizes, params["shapes"], strict=False)]
     if name == "slice":
-        axis = _sliced_axis(params, shape)
-        start, end = (0, 0) if axis is None else (params["start_indices"][axis], params["limit_indices"][axis])
-        return cut_at(axis, [start, end - start])[1:]
+        spans = list(zip(params["start_indices"], params["limit_indices"], shape, strict=True))
+        axes = [axis for axis, (start, end, size) in enumerate(spans) if (start, end) != (0, size)]
+        if len(axes) > 1 or not axes or set(params["strides"] or [1]) != {1}:
+            return []
+        start, end, _ = spans[axes[0]]
+        return cut_at(axes[0], [start, end - start])[1:]
     if name == "split":
         return cut_at(params["axis"], params["sizes"])
     if name == "unstack":
@@ -231,14 +226,6 @@ def _pieces_of(equation: Equation, roots: set[Var], found: dict[Var, Piece]) -> 
     else:
         return []
     return [piece._replace(shape=piece.shape[1:]) for piece in pieces]
-
-
-def _sliced_axis(params: dict[str, Any], shape: tuple[int, ...]) -> int | None:
-    """Returns the only axis of which a slice takes a part, in steps of one; otherwise `None`."""
-    spans = zip(params["start_indices"], params["limit_indices"], shape, strict=True)
-    axes = [axis for axis, (start, limit, size) in enumerate(spans) if (start, limit) != (0, size)]
-    is_dense = params["strides"] is None or set(params["strides"]) == {1}
-    return axes[0] if len(axes) == 1 and is_dense else None
 
 
 def _variables(equation: Equation) -> list[Var]:
@@ -291,11 +278,6 @@ class Loop(NamedTuple):
     columns: dict[Place, Column]  # operands that are pieces
     numbers: dict[Place, np.ndarray]  # operands that are constants, where these differ
 
-    @property
-    def saved(self) -> int:
-        """The number of equations that need not be compiled."""
-        return (len(self.parts) - 1) * len(self.parts[0])
-
 
 def _rolled(equations: list[Equation], pieces: dict[Var, Piece]) -> Iterator[Equation | Loop]:
     """Yields the best loop, and recursively the loops and equations before and after it."""
@@ -306,7 +288,7 @@ def _rolled(equations: list[Equation], pieces: dict[Var, Piece]) -> Iterator[Equ
     start, loop = found
     yield from _rolled(equations[:start], pieces)
     yield loop
-    yield from _rolled(equations[start + loop.saved + len(loop.parts[0]) :], pieces)
+    yield from _rolled(equations[start + sum(map(len, loop.parts)) :], pieces)
 
 
 def _best(equations: list[Equation], pieces: dict[Var, Piece], least: int = _LEAST) -> tuple[int, Loop] | None:
@@ -345,12 +327,10 @@ def _is_slow_in_loops(equation: Equation) -> bool:
 def _as_loop(equations: list[Equation], period: int, pieces: dict[Var, Piece]) -> Loop | None:
     """Returns the loop of these equations, if each part gets its operands from the same places as the others."""
     parts = [equations[i : i + period] for i in range(0, len(equations), period)]
-    made = {
-        var: (number, (k, o))
-        for number, part in enumerate(parts)
-        for k, equation in enumerate(part)
-        for o, var in enumerate(equation.outvars)
-    }
+    made: dict[Var, tuple[int, Place]] = {}
+    for number, part in enumerate(parts):
+        for k, equation in enumerate(part):
+            made |= {var: (number, (k, o)) for o, var in enumerate(equation.outvars)}
     loop = Loop(parts, {}, {}, {}, {})
     for place in [(k, m) for k in range(period) for m in range(len(parts[0][k].invars))]:
         operands = [part[place[0]].invars[place[1]] for part in parts]
@@ -393,9 +373,6 @@ def _column(pieces: list[Piece]) -> Column | None:
     return Column(first, step) if is_even and step >= first.size else None
 
 
-_PLAIN = (jex.ClosedJaxpr, jex.Jaxpr, bool, int, str)
-
-
 class _Kinds:
     """Gives each equation a key that is equal for equations that do the same.
 
@@ -408,20 +385,25 @@ class _Kinds:
 
     def of(self, equation: Equation) -> Any:
         """Returns the key of an equation."""
-        types = tuple([
-            (isinstance(operand, jex.Literal), operand.aval)
-            if isinstance(operand, jex.Literal) or operand not in self._pieces
-            else self._pieces[operand]._replace(start=0)
-            for operand in equation.invars
-        ])
-        return equation.primitive, types, tuple([var.aval for var in equation.outvars]), self._params(equation, _ORDERS)
+        is_piece = lambda operand: not isinstance(operand, jex.Literal) and operand in self._pieces
+        types = [
+            self._pieces[each]._replace(start=0) if is_piece(each) else (isinstance(each, jex.Literal), each.aval)
+            for each in equation.invars
+        ]
+        return (
+            equation.primitive,
+            tuple(types),
+            tuple([var.aval for var in equation.outvars]),
+            self._params(equation, _ORDERS),
+        )
 
     def _params(self, equation: Equation, orders: int) -> Any:
         params = {name: self._param(value, orders) for name, value in equation.params.items()}
         if is_high(equation) or equation.primitive.name.startswith("custom_"):
             # The rules are closures, made anew at each call. What they do is the program of the derivative. That may
             # hold the function itself, as that of `jax.nn.relu` does, so they are followed to the second derivative.
-            params = {name: params[name] for name in params if isinstance(equation.params[name], _PLAIN)}
+            plain = jex.ClosedJaxpr, jex.Jaxpr, bool, int, str
+            params = {name: params[name] for name in params if isinstance(equation.params[name], plain)}
             params["name"] = name_of(equation) if Kind.RULE in kind_of(equation) else repr(equation.params.get("_prim"))
             params["rule"] = self._rule(equation, orders - 1) if orders else ()
         return tuple(sorted(params.items()))
@@ -436,11 +418,10 @@ class _Kinds:
             return tuple([self._param(each, orders) for each in value])
         if isinstance(value, np.ndarray):
             return value.dtype, value.shape, value.tobytes()
-        try:
+        with contextlib.suppress(TypeError):
             hash(value)
-        except TypeError:
-            return id(value)
-        return type(value), value
+            return type(value), value
+        return id(value)
 
     def _program(self, program: jex.ClosedJaxpr | jex.Jaxpr, orders: int) -> Any:
         numbers: dict[Var, int] = {}
@@ -507,15 +488,19 @@ class _Evaluation:
     def _run(self, equation: Equation) -> None:
         self._values |= zip(equation.outvars, bind(equation, list(map(self._read, equation.invars))), strict=True)
 
-    def _read(self, var: Var) -> Any:
+    def _read(self, var: Var, made: Mapping[Var, Any] | None = None) -> Any:
         if isinstance(var, jex.Literal):
             return var.val
+        if made and var in made:
+            return made[var]
         if var not in self._values:
             self._run(self._makers[var])
         return self._values[var]
 
     def _scan(self, loop: Loop) -> None:
         first, last = loop.parts[0], loop.parts[-1]
+        for var in _needed_by(loop):
+            self._read(var)  # what were made within the body could not be used behind it
         # Results of single parts that are needed behind the loop; of the last part those that are carried come anyway.
         places = [(k, o) for k, equation in enumerate(first) for o in range(len(equation.outvars))]
         ends = {place: loop.parts[:-1] if place in loop.first else loop.parts for place in places}
@@ -524,17 +509,12 @@ class _Evaluation:
 
         def step(carry: list[Any], along: list[Any]) -> tuple[list[Any], list[Any]]:
             handed, given = dict(zip(loop.first, carry, strict=True)), dict(zip(own, along, strict=True))
+            given |= {place: handed[origin] for place, origin in loop.taken.items()}
             made: dict[Var, Any] = {}
             for k, equation in enumerate(first):
-                values = list[Any]()
-                for m, var in enumerate(equation.invars):
-                    if (k, m) in given:
-                        values.append(given[k, m])
-                    elif (k, m) in loop.taken:
-                        values.append(handed[loop.taken[k, m]])
-                    else:
-                        is_within = not isinstance(var, jex.Literal) and var in made
-                        values.append(made[var] if is_within else self._read(var))
+                values = [
+                    given[k, m] if (k, m) in given else self._read(var, made) for m, var in enumerate(equation.invars)
+                ]
                 made |= zip(equation.outvars, bind(equation, values), strict=True)
             found = lambda places: [made[_result(first, place)] for place in places]
             return list(map(_strong, found(loop.first))), found(kept)
