@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._forms.block import Block, cast
 from .._forms.mesh import automatic, lay, over_devices
-from ._specs import names_in
+from ._specs import first_divided, names_in
 
 
 def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
@@ -43,7 +43,7 @@ def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding)
 
 def _divided(shape: tuple[int, ...], names: tuple[str, ...], devices: int) -> PartitionSpec:
     """Returns the spec that splits the first axis that devices can share; of an array without one, whole."""
-    dim = next((dim for dim, size in enumerate(shape) if size and size % devices == 0), None)
+    dim = first_divided(shape, devices)
     return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, names)
 
 

@@ -1,25 +1,26 @@
 """Where the parameters of a layout lie on a mesh, in the form of a plan; shared by plans and steps."""
 
-import copy
+import collections
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._forms.block import Block
-from .._forms.form import Form, stacked_leaves
-from .._forms.makers import stacks_in_groups, tree_of, vector_of
+from .._forms.form import Form, Stacks, stacked_leaves
+from .._forms.makers import stacks_of, tree_of, vector_of
 from .._forms.restructure import Restructure, restructure_over
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
 from .._tree.tables import Table
+from .._tree.text import describe
 from .._tree.types import PyTree
 from ._frozen import Frozen, frozen_sources
 from ._joined import join_over
@@ -28,70 +29,118 @@ from ._put import put_leaf
 from ._specs import (
     Axes,
     FormName,
-    Lying,
+    Matched,
+    Place,
     Rules,
-    as_text,
     check_rules,
-    devices_by,
+    checked,
     group_of,
-    is_spec,
     matches,
+    misfit_in_words,
     names_of,
+    refuse,
     spec_of,
-    specs_of,
 )
 
 T = TypeVar("T")
-Maker = Callable[[Layout, Mapping[str, Sequence[int]], int], Form]
-"""Makes the form of a layout, from groups of slots that lie alike.
-
-The length of joined arrays is a multiple of the last argument.
-"""
+_ALIGNED = 128  # a vector has the same length over 1, 2, ..., 128 devices
 
 
-def _stacks(layout: Layout, groups: Mapping[str, Sequence[int]], multiple: int) -> Form:
-    return stacks_in_groups(layout, groups if len(groups) > 1 else {None: range(len(layout.slots))})
+class _Laid(NamedTuple):
+    """A form, and where its arrays and its slots lie."""
+
+    form: Form
+    specs: list[PartitionSpec]  # of each block, between steps
+    in_update: list[PartitionSpec]  # of each block while the rule runs
+    slots: list[Place]  # of each slot as an array by itself
 
 
-MAKERS: dict[str, Maker] = {
-    "tree": lambda layout, groups, multiple: tree_of(layout),
-    "vector": lambda layout, groups, multiple: vector_of(layout, pad_to=multiple),
-    "stacks": _stacks,
+def _as_tree(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
+    places = _places(layout, matched, axes, "tree", [None] * len(matched))
+    specs = [place.spec for place in places]
+    return _Laid(tree_of(layout), specs, specs, places)
+
+
+def _as_vector(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
+    pairs = [(slot.path, rule) for slot, (_, rule) in zip(layout.slots, matched, strict=True)]
+    path, rule = pairs[0] if pairs else ("", "whole")
+    for other, its in pairs:
+        if group_of(its) != group_of(rule):
+            raise ValueError(
+                f"all parts of a vector need the same rule, but {path!r} has {rule!r} and {other!r} has {its!r}; give "
+                'all of them one rule, or use form="stacks"'
+            )
+    names = {"split": axes.split}.get(rule, ()) if isinstance(rule, str) else names_of(rule)
+    form = vector_of(layout, pad_to=math.lcm(_ALIGNED, axes.along(sorted(names))))
+    problem, place = checked(form.blocks[0].shape, rule, axes, None, "vector")
+    if problem:
+        who = f"the vector ({describe(form.shapes())})"
+        refuse([misfit_in_words(slot, where, problem, who) for slot, (where, _) in zip(layout.slots, matched)])
+    return _Laid(form, [place.spec], [place.spec], [place] * len(pairs))
+
+
+def _as_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
+    keys = [slot.key for slot in layout.slots]
+    owned = collections.Counter(key for key, (_, rule) in zip(keys, matched, strict=True) if rule == "owned")
+    places = _places(layout, matched, axes, "stacks", [owned[key] for key in keys])
+    # One array lies in one way. So rows of one shape are one stack if they rest alike, whichever rules say so, and on
+    # one device all do.
+    of_key: dict[str, dict[str, list[int]]] = {}
+    for slot, (key, place) in enumerate(zip(keys, places, strict=True)):
+        at_rest = place._replace(is_lent=False).in_words(axes) if place.devices(axes) > 1 else "whole"
+        of_key.setdefault(key, {}).setdefault(at_rest, []).append(slot)
+    tree = Stacks({
+        key if len(parts) == 1 else f"{key} {words}": rows
+        for key, parts in of_key.items()
+        for words, rows in parts.items()
+    })
+    members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
+    first = [layout.slots[rows[0]] for rows in members]
+    blocks = [Block.rows(slot.shape, slot.dtype, len(rows)) for slot, rows in zip(first, members, strict=True)]
+    form = Form(treedef, tuple(blocks), tuple(map(tuple, members)), layout.paths, "the stacks of the plan")
+    of_blocks = [max([places[slot] for slot in rows], key=lambda place: place.is_lent) for rows in members]
+    specs, in_update = ([place.of_stack(axes, which) for place in of_blocks] for which in (False, True))
+    return _Laid(form, specs, in_update, places)
+
+
+def _places(
+    layout: Layout, matched: Sequence[Matched], axes: Axes, name: str, rows: Sequence[int | None]
+) -> list[Place]:
+    """Returns the place of each slot that its rule gives it, as a separate array or as a row."""
+    found = [
+        checked(slot.shape, rule, axes, count, name)
+        for slot, (_, rule), count in zip(layout.slots, matched, rows, strict=True)
+    ]
+    triples = zip(layout.slots, matched, found, strict=True)
+    refuse([misfit_in_words(slot, where, problem) for slot, (where, _), (problem, _) in triples if problem])
+    return [place for _, place in found]
+
+
+_FORMS: dict[str, Callable[[Layout, Sequence[Matched], Axes], _Laid]] = {
+    "tree": _as_tree,
+    "vector": _as_vector,
+    "stacks": _as_stacks,
 }
-"""The makers by the names that users write. No other code depends on which form it is."""
-
-_ALIGNED = 128  # the same length over 1, 2, ..., 128 devices, so that others can read a file that some saved
+"""The forms by the names that users write. Little other code depends on which form it is."""
 
 
 class Placement:
     """Where each parameter lies: a form, and a spec for each of its blocks. Static."""
 
     def __init__(self, layout: Layout, axes: Axes, rules: Rules, name: FormName) -> None:
-        if name not in MAKERS:
-            *others, last = map('"{}"'.format, MAKERS)
+        if name not in _FORMS:
+            *others, last = map('"{}"'.format, _FORMS)
             raise ValueError(f"form must be {', '.join(others)} or {last}, got {name!r}")
         check_rules(rules, axes)
         index = index_of(layout)
         by_leaf = matches(index, rules, frozen_sources(index))
-        matched = [by_leaf[leaf] for leaf in index.positions]
-        groups: dict[str, list[int]] = {group_of(rule): [] for rule in rules.values()}
-        for slot, (_, rule) in enumerate(matched):
-            groups[group_of(rule)].append(slot)
-        # A vector is padded so that all of its devices have equal shares of it; more than that, to the same length for
-        # any usual number of devices, or a file of 8 devices would not fit 16.
-        multiple = math.lcm(_ALIGNED, devices_by([rule for _, rule in matched], axes))
         self.layout = layout
         self.axes = axes
         self.name: FormName = name  # of the form, as users call it
-        self.form = MAKERS[name](layout, groups, multiple)
-        self.specs = specs_of(self.form, layout.slots, matched, axes, name)  # of each block
+        self.form, self.specs, self.in_update, self._slots = _FORMS[name](
+            layout, [by_leaf[leaf] for leaf in index.positions], axes
+        )
         self.frozen = Frozen(index, by_leaf, axes, name)
-
-    def over(self, mesh: Mesh | AbstractMesh) -> "Placement":
-        """Returns the same placement over a mesh of other devices with the same axes."""
-        other = copy.copy(self)
-        other.axes = self.axes._replace(mesh=mesh)
-        return other
 
     # -- Shardings
 
@@ -115,8 +164,9 @@ class Placement:
 
     @property
     def of_slots(self) -> list[NamedSharding]:
-        """The sharding of each slot as a separate array."""
-        return [self.sharding(each.spec) for _, each in self.rows]
+        """The sharding of each slot as a separate array. A span of a vector is whole, and so is a row that is owned."""
+        is_vector = self.name == "vector"
+        return [self.whole if is_vector else self.sharding(place.spec) for place in self._slots]
 
     # -- Trees
 
@@ -124,6 +174,12 @@ class Placement:
     def stacked(self) -> list[bool]:
         """Whether each block is a stack."""
         return stacked_leaves(self.form.shapes())
+
+    @functools.cached_property
+    def in_files(self) -> Form:
+        """The form that does not depend on rules and devices."""
+        forms = {"tree": tree_of, "vector": functools.partial(vector_of, pad_to=_ALIGNED), "stacks": stacks_of}
+        return forms[self.name](self.layout)
 
     def tree(self, leaves: Sequence[Any]) -> PyTree:
         """Returns the tree of the parameters with these leaves."""
@@ -135,10 +191,13 @@ class Placement:
 
     def made(self, make: Callable[[PyTree], PyTree]) -> PyTree:
         """Returns the tree that `make` makes of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
-        start, treedef = jtu.tree_flatten(jax.eval_shape(make, self.form.shapes()))
-        entries = entries_of(make, self.form, self.specs, treedef.unflatten(start))
-        shardings = [self.sharding(spec_of(each)) for each in entries]
-        return treedef.unflatten(list(map(put_leaf, start, shardings)))
+        start = jax.eval_shape(make, self.form.shapes())
+        return jax.tree.map(lambda leaf, spec: put_leaf(leaf, self.sharding(spec)), start, self.specs_of(make, start))
+
+    def specs_of(self, make: Callable[[PyTree], PyTree], start: PyTree, in_update: bool = False) -> PyTree:
+        """Returns the spec of each array of `start`, which `make` makes of the parameters: between steps, or in one."""
+        entries = entries_of(make, self.form, self.in_update if in_update else self.specs, start)
+        return jtu.tree_unflatten(jtu.tree_structure(start), list(map(spec_of, entries)))
 
     def laid(self, slots: Sequence[Any]) -> PyTree:
         """Returns the parameters from one array for each slot, in new buffers; from shapes, as shapes."""
@@ -152,19 +211,17 @@ class Placement:
         is_own = [block.length is not None for block in self.form.blocks]
         return self.tree(list(map(put_leaf, leaves, shardings, is_own)))
 
-    def slots_of(self, params: PyTree) -> list[Any]:
-        """Returns one array for each slot."""
-        return self.form.read(params)
-
     def check(self, params: PyTree) -> None:
         """Checks that parameters have the form of this plan."""
         expected, got = (described(tree, _shape_of) for tree in (self.form.shapes(), params))
-        if expected != got:
-            wrong = next((pair for pair in got if pair not in expected), None) or "nothing more"
-            raise ValueError(
-                f"expected parameters that init or plan.ravel returned, a {self.name} of {len(expected)} arrays, the "
-                f"first {expected[0] if expected else None}; got {len(got)} arrays, including {wrong}"
-            )
+        if expected == got:
+            return
+        wrong = next((f"{path} ({what})" for path, what in got if (path, what) not in expected), "nothing else")
+        raise ValueError(
+            f"expected the parameters in their form, a {self.name} of {len(expected)} arrays; got {describe(params)} "
+            f"of {len(got)} arrays, among them {wrong}. Pass those that init, the last step or plan.ravel(model) "
+            "returned; a model has another form: params, state = init(model)"
+        )
 
     # -- The rest of a model
 
@@ -174,49 +231,30 @@ class Placement:
         shardings = map(self.sharding, specs)
         return with_kept_arrays(rest, list(map(put_leaf, kept_arrays(rest).values(), shardings)))
 
-    def rest_specs(self, rest: Rest[Any] | Restructure[Any]) -> Any:
-        """Returns the specs of the arrays that the state of a step holds, as a tree like it."""
-        return self.frozen.specs(rest)
-
-    @functools.cached_property
-    def has_restructure(self) -> bool:
-        """Whether a `Restructure` leads back to the model; from a canonical tree, `tp.combine` does."""
-        return self.form != tree_of(self.layout)
-
     def restructure(self, rest: Rest[Any]) -> Restructure[Any]:
         """Returns the `Restructure` over the mesh, from a `Rest` that lies anywhere or from its shapes."""
         make = functools.partial(restructure_over, form=self.form, groups=self.frozen.groups_of(rest))
         is_of_shapes = any(isinstance(array, jax.ShapeDtypeStruct) for array in kept_arrays(rest).values())
         # Arrays are laid over the devices one by one, and are stacked there: so none ever has all of them.
-        rest, specs = self.frozen.on_the_way(rest)
-        made = jax.eval_shape(make, rest) if is_of_shapes else make(self.put_rest(rest, specs))
+        made = jax.eval_shape(make, rest) if is_of_shapes else make(self.put_rest(rest))
         leaves, treedef = jtu.tree_flatten(made)
-        shardings = map(self.sharding, jtu.tree_leaves(self.rest_specs(made), is_leaf=is_spec))
-        # In buffers of their own already.
-        return treedef.unflatten([put_leaf(leaf, to, is_own=True) for leaf, to in zip(leaves, shardings, strict=True)])
+        specs = jtu.tree_leaves(self.frozen.specs(made), is_leaf=lambda node: isinstance(node, PartitionSpec))
+        pairs = zip(leaves, map(self.sharding, specs), strict=True)
+        return treedef.unflatten([put_leaf(leaf, to, is_own=True) for leaf, to in pairs])
 
     # -- In words
 
-    @functools.cached_property
-    def rows(self) -> list[tuple[Slot, Lying]]:
-        """Each slot, and how it lies."""
-        of_blocks = list(map(self._lying, self.form.blocks, self.specs, self.stacked))
-        return [(slot, of_blocks[self.form.locations[n][0]]) for n, slot in enumerate(self.layout.slots)]
-
-    def _lying(self, block: Block, spec: PartitionSpec, is_stack: bool) -> Lying:
-        """Describes how each slot in a block lies."""
-        first, *of_row = [*spec, None]
-        is_owned = is_stack and first is not None
-        own = spec_of(of_row) if is_stack else spec
-        words = f"whole rows over {first!r}" if is_owned else as_text(own) if names_of(spec) else "whole"
-        # In a vector it has none of its axes.
-        is_vector = block.length is not None and not is_stack
-        return Lying(PartitionSpec() if is_vector else own, words, self.axes.devices_along(names_of(spec)), is_owned)
+    @property
+    def rows(self) -> list[tuple[Slot, Place, str]]:
+        """Each parameter, trained or frozen, with its place, also in words."""
+        trained = [(slot, place, "") for slot, place in zip(self.layout.slots, self._slots, strict=True)]
+        frozen = [(slot, place, ", frozen") for slot, place in self.frozen.rows]
+        return [(slot, place, place.in_words(self.axes) + mark) for slot, place, mark in (*trained, *frozen)]
 
     @property
     def replicated(self) -> dict[str, int]:
         """The bytes of each parameter, trained or frozen, that is whole on each device, by path; the largest first."""
-        found = {slot.path: _bytes(slot) for slot, each in (*self.rows, *self.frozen.rows) if each.devices == 1}
+        found = {slot.path: _bytes(slot) for slot, place, _ in self.rows if place.devices(self.axes) == 1}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def in_words(self) -> str:
@@ -226,24 +264,19 @@ class Placement:
 
     def blocks(self) -> tuple[Table, *tuple[str, ...]]:
         """Returns the plan as a table and the lines below it."""
-        cells = [
-            [slot.path, slot.key, each.words + mark, f"{_bytes_of_one(slot, each):,}"]
-            for rows, mark in ((self.rows, ""), (self.frozen.rows, ", frozen"))
-            for slot, each in rows
-        ]
+        each = [(slot, -(-_bytes(slot) // place.devices(self.axes)), words) for slot, place, words in self.rows]
+        cells = [[slot.path, slot.key, words, f"{size:,}"] for slot, size, words in each]
         table = Table(["path", "key", "lies", "bytes per device"], cells, right=[3])
         shapes = jtu.tree_leaves(self.form.shapes())
-        total = sum(map(_bytes, shapes))
-        counts = map(self.axes.devices_along, map(names_of, self.specs))
+        counts = map(self.axes.along, map(names_of, self.specs))
         local = sum(_bytes(each) // count for each, count in zip(shapes, counts, strict=True))
+        local += sum(size for _, size, _ in each[len(self.layout.slots) :])
         frozen = sum(_bytes(slot) for slot, _ in self.frozen.rows)
-        local += sum(_bytes_of_one(slot, each) for slot, each in self.frozen.rows)
-        pairs = zip(self.form.blocks, self.stacked, strict=True)
-        lengths = [block.length for block, is_stack in pairs if block.length is not None and not is_stack]
-        padding = f", padded to {sum(lengths):,} elements" if lengths else ""
+        total = sum(map(_bytes, shapes)) + frozen
+        padding = f", padded to {self.form.blocks[0].length:,} elements" if self.name == "vector" else ""
         mesh = ", ".join(f"{name!r}: {size}" for name, size in self.axes.mesh.shape.items())
         of_these = f" ({frozen:,} frozen)" if frozen else ""
-        lines = [f"{self.name}{padding} over ({mesh}): {total + frozen:,} bytes{of_these}, {local:,} on each device"]
+        lines = [f"{self.name}{padding} over ({mesh}): {total:,} bytes{of_these}, {local:,} on each device"]
         if self.replicated:
             path, size = next(iter(self.replicated.items()))
             lines.append(f"whole on each device: {len(self.replicated)}, the largest {path!r} of {size:,} bytes")
@@ -258,11 +291,6 @@ def described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:
 def _shape_of(leaf: object) -> tuple[int, ...] | str:
     shape = getattr(leaf, "shape", None)
     return type(leaf).__name__ if shape is None else tuple(shape)
-
-
-def _bytes_of_one(slot: Slot, lying: Lying) -> int:
-    """Returns the bytes of a parameter on a device that has a part of it."""
-    return -(-_bytes(slot) // lying.devices)
 
 
 def _bytes(array: Slot | jax.ShapeDtypeStruct) -> int:

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from .._forms.mesh import lay
-from .._tree.types import PyTree
 
 
 def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: NamedSharding, is_own: bool = False) -> Any:
@@ -19,7 +18,7 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
     if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         raise ValueError(
             "an AbstractMesh has no devices, so you can only look at a plan over it; make the mesh with jax.make_mesh, "
-            "or pass jax.ShapeDtypeStructs, as jax.eval_shape returns them, for sharding.ahead"
+            "or pass jax.ShapeDtypeStructs, as jax.eval_shape returns them"
         )
     if isinstance(leaf, Tracer):
         return lay(leaf, sharding)
@@ -35,16 +34,3 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
     values = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
     array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array
-
-
-def shapes_over(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Returns the shapes of arrays that lie over a mesh, with their shardings over another with the same axes."""
-
-    def shape_of(leaf: Any) -> Any:
-        if not hasattr(leaf, "dtype"):
-            return leaf
-        sharding = getattr(leaf, "sharding", None)
-        there = NamedSharding(mesh, sharding.spec) if isinstance(sharding, NamedSharding) else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there, weak_type=getattr(leaf, "weak_type", False))
-
-    return jax.tree.map(shape_of, tree)

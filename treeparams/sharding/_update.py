@@ -14,7 +14,7 @@ from .._average import Ema
 from .._forms.form import Form
 from .._forms.owners import divide
 from .._slots.layout import Layout, index_of
-from .._tree.text import describe
+from .._tree.text import describe, in_short
 from .._tree.types import PyTree
 from ..optim._master import MasterState, copies_in, landed
 from ..optim._scaled import ByParameter, spread, told
@@ -49,6 +49,19 @@ class Update:
         """Returns the first state of the rule, and the average."""
         state = settled(self.rule.init(params))
         return state, None if self.make_average is None else self.make_average(params)
+
+    def check(self, params: PyTree, start: PyTree) -> None:
+        """Checks on shapes that the rule can make a step, which gives the same over joined leaves as leaf by leaf."""
+        bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, start))
+        value = jax.ShapeDtypeStruct((), np.float32)
+        try:
+            jax.eval_shape(self.step, bare[0], bare[0], *bare[1], value)
+        except Exception as error:
+            raise ValueError(
+                f"the update of the rule fails ({in_short(error)}). sharding.make_step passes it gradients, parameters "
+                "and only one extra argument, value=; for a rule that calls the loss itself (a line search), use "
+                "optim.flat"
+            ) from error
 
     def step(
         self, params: PyTree, gradients: PyTree, state: PyTree, average: Ema[Any] | None, value: jax.Array
