@@ -1,6 +1,7 @@
 """Where the parameters of a layout lie on a mesh, in the form of a plan; shared by plans and steps."""
 
 import collections
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -51,14 +52,14 @@ class _Laid(NamedTuple):
 
     form: Form
     specs: list[PartitionSpec]  # of each block, between steps
-    in_update: list[PartitionSpec]  # of each block while the rule runs
     slots: list[Place]  # of each slot as an array by itself
+    in_update: tuple[Form, list[PartitionSpec]]  # the form while the rule runs, and the spec of each block
 
 
 def _as_tree(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     places = _places(layout, matched, axes, "tree", [None] * len(matched))
     specs = [place.spec for place in places]
-    return _Laid(tree_of(layout), specs, specs, places)
+    return _Laid(tree_of(layout), specs, places, (tree_of(layout), specs))
 
 
 def _as_vector(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
@@ -76,7 +77,7 @@ def _as_vector(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     if problem:
         who = f"the vector ({describe(form.shapes())})"
         refuse([misfit_in_words(slot, where, problem, who) for slot, (where, _) in zip(layout.slots, matched)])
-    return _Laid(form, [place.spec], [place.spec], [place] * len(pairs))
+    return _Laid(form, [place.spec], [place] * len(pairs), (form, [place.spec]))
 
 
 def _as_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
@@ -100,7 +101,12 @@ def _as_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     form = Form(treedef, tuple(blocks), tuple(map(tuple, members)), layout.paths, "the stacks of the plan")
     of_blocks = [max([places[slot] for slot in rows], key=lambda place: place.is_lent) for rows in members]
     specs, in_update = ([place.of_stack(axes, which) for place in of_blocks] for which in (False, True))
-    return _Laid(form, specs, in_update, places)
+    # Devices that own rows have equally many while the rule runs. The rows that are missing are zeros.
+    longer = [
+        dataclasses.replace(block, length=-(-len(block.shapes) // axes.devices) * axes.devices) if place.is_lent else block
+        for block, place in zip(blocks, of_blocks, strict=True)
+    ]
+    return _Laid(form, specs, places, (dataclasses.replace(form, blocks=tuple(longer)), in_update))
 
 
 def _places(
@@ -137,7 +143,7 @@ class Placement:
         self.layout = layout
         self.axes = axes
         self.name: FormName = name  # of the form, as users call it
-        self.form, self.specs, self.in_update, self._slots = _FORMS[name](
+        self.form, self.specs, self._slots, self.in_update = _FORMS[name](
             layout, [by_leaf[leaf] for leaf in index.positions], axes
         )
         self.frozen = Frozen(index, by_leaf, axes, name)
@@ -191,13 +197,17 @@ class Placement:
 
     def made(self, make: Callable[[PyTree], PyTree]) -> PyTree:
         """Returns the tree that `make` makes of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
-        start = jax.eval_shape(make, self.form.shapes())
-        return jax.tree.map(lambda leaf, spec: put_leaf(leaf, self.sharding(spec)), start, self.specs_of(make, start))
+        start, treedef = jtu.tree_flatten(jax.eval_shape(make, self.form.shapes()))
+        entries = entries_of(make, self.form, self.specs, treedef.unflatten(start))
+        shardings = [self.sharding(spec_of(each)) for each in entries]
+        return treedef.unflatten(list(map(put_leaf, start, shardings)))
 
-    def specs_of(self, make: Callable[[PyTree], PyTree], start: PyTree, in_update: bool = False) -> PyTree:
-        """Returns the spec of each array of `start`, which `make` makes of the parameters: between steps, or in one."""
-        entries = entries_of(make, self.form, self.in_update if in_update else self.specs, start)
-        return jtu.tree_unflatten(jtu.tree_structure(start), list(map(spec_of, entries)))
+    def made_in_update(self, make: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
+        """Returns the tree that `make` makes of the parameters while the rule runs: its shapes and its specs."""
+        form, specs = self.in_update
+        start = jax.eval_shape(make, form.shapes())
+        entries = entries_of(make, form, specs, start)
+        return start, jtu.tree_unflatten(jtu.tree_structure(start), list(map(spec_of, entries)))
 
     def laid(self, slots: Sequence[Any]) -> PyTree:
         """Returns the parameters from one array for each slot, in new buffers; from shapes, as shapes."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._forms.form import Form
 from .._forms.mesh import automatic, lay, mesh_within
@@ -113,13 +113,13 @@ def make_step(
     _check_options(loss, tx, plan, {"has_aux": has_aux, "has_state": has_state}, loss_takes)
     placement = placement_of(plan)
     compute = Compute.of(placement.layout, placement.form, compute_dtype)
-    update = Update.of(tx, placement.layout, placement.form, average)
+    update = Update.of(tx, placement.layout, placement.in_update[0], average)
     pieces = count_of("microbatches", microbatches, "pieces")
     instead = WITHIN if any(placement.stacked) else 'use form="stacks" with optim.per_leaf, or form="tree"'
     check_form(update.rule, placement.form, ("sharding.make_step", instead), {})
     kept = placement.made(update.start)
     check_names(kept[0], index_of(placement.layout))
-    update.check(placement.shapes(), kept)
+    update.check()
     of_loss = Loss(loss, placement, compute, pieces, loss_takes == "form", has_aux, has_state)
     step = Step(placement, of_loss, update, kept)
     return step.init, step
@@ -226,28 +226,36 @@ class Step:
         self._check_state(state)
         params = lay(placement.tree(jtu.tree_leaves(params)), placement.params)
         found = self._loss(params, state.rest, state.model_state, batch)
-        params, after, average = self._updated(params, found.gradients, state.rule, state.average, found.value)
+        params, after = self._updated(params, found.gradients, state.rule, found.value)
+        average = state.average
+        if average is not None:
+            run = automatic(lambda old, new: old.update(new), sharding_of(self._kept[1]), placement.axes.mesh)
+            average = run(average, params)
         value = (found.value, found.aux) if self._loss.has_aux else found.value
         return params, StepState(after, average, state.rest, state.layout, found.model_state), value
 
     @property
     def _updated(self) -> Callable[..., Any]:
         """The update over the mesh."""
-        placement = self._placement
-        shardings = (placement.params, *sharding_of(self._kept))
-        return automatic(self._lent, shardings, placement.axes.mesh)
+        shardings = self._placement.params, sharding_of(self._kept[0])
+        return automatic(self._lent, shardings, self._placement.axes.mesh)
 
-    def _lent(self, params: PyTree, gradients: PyTree, rule: PyTree, average: PyTree, value: Any) -> Any:
+    def _lent(self, params: PyTree, gradients: PyTree, rule: PyTree, value: Any) -> tuple[PyTree, PyTree]:
         """Makes the update; rows that devices cannot share equally between steps go to their owners for it."""
-        placement = self._placement
-        if placement.in_update != placement.specs:
-            mesh = mesh_within(placement.axes.mesh)
-            of_rule = placement.specs_of(lambda params: self._update.start(params)[0], rule, in_update=True)
-            to = lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
-            specs = placement.tree(placement.in_update)
-            params, gradients = (jax.tree.map(to, each, specs) for each in (params, gradients))
-            rule = jax.tree.map(to, rule, of_rule)
-        return self._update.step(params, gradients, rule, average, value)
+        placement, before = self._placement, (params, gradients, rule)
+        if placement.in_update[0] == placement.form:
+            return self._update.step(*before, value)
+        mesh = mesh_within(placement.axes.mesh)
+
+        def lend(leaf: Any, like: Any, spec: PartitionSpec) -> Any:
+            missing = [(0, size - own) for size, own in zip(like.shape, leaf.shape, strict=True)]
+            leaf = jnp.pad(leaf, missing) if any(map(any, missing)) else leaf
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+        like, specs = placement.made_in_update(lambda params: (params, params, self._update.start(params)[0]))
+        after = self._update.step(*jax.tree.map(lend, before, like, specs), value)
+        back = lambda leaf, own: leaf[tuple(map(slice, own.shape))]
+        return jax.tree.map(back, after, (params, rule))
 
     # -- Checks
 
@@ -304,7 +312,7 @@ class Step:
         """Returns a text that must be the same in all processes."""
         kept = [f"state{path}  {spec}" for path, spec in described(self._kept, describe)]
         shapes, value = self._placement.shapes(), jax.ShapeDtypeStruct((), np.float32, sharding=self._placement.whole)
-        update = jax.jit(self._updated).lower(shapes, shapes, *self._kept, value).as_text()
+        update = jax.jit(self._updated).lower(shapes, shapes, self._kept[0], value).as_text()
         around = surroundings_in_words(self._placement.axes.mesh)
         return "\n".join([self._placement.in_words(), *kept, self._loss.in_words, around, update])
 
