@@ -83,7 +83,7 @@ def surroundings_in_words(mesh: Mesh | AbstractMesh) -> str:
             lines.append(f"{name} of no version")
     axes = zip(mesh.shape.items(), mesh.axis_types, strict=True)
     lines.append("mesh  " + ", ".join(f"{name!r}: {size} {kind.name}" for (name, size), kind in axes))
-    if is_shared(mesh):
+    if isinstance(mesh, Mesh) and is_shared(mesh):
         lines.append("devices  " + " ".join(str(device.id) for device in mesh.devices.flat))
     return "\n".join(lines)
 

@@ -63,7 +63,7 @@ class Loss:
 
     @property
     def takes_restructure(self) -> bool:
-        """Whether the loss opens parameters by a `Restructure`; those of a canonical tree are opened by `tp.combine`."""
+        """Whether the loss opens parameters by a `Restructure`; a canonical tree is opened by `tp.combine`."""
         return self.takes_form and self.placement.name != "tree"
 
     @property
@@ -178,7 +178,7 @@ class Loss:
             # XLA would divide the gradient of each leaf, and then bring all of these together again.
             wide = [self._constrained(each, PartitionSpec()) for each in wide]
         if self.is_lazy:
-            wide = [self._constrained(each, _by_columns(each, spec, self.placement.axes)) for each, spec in self._pairs(wide)]
+            wide = self._divided(wide)
         return list(map(self._constrained, wide, self.placement.specs))
 
     def _constrained(self, array: Any, spec: PartitionSpec) -> Any:
@@ -192,13 +192,17 @@ class Loss:
         specs = placement.frozen.specs(rest)
         leaves, rest = self.compute.params(jtu.tree_leaves(params)), self.compute.rest(rest)
         if self.is_lazy:
-            # Rows that are owned are first divided, by one exchange, so that each can be gathered from all devices.
-            return [self._constrained(leaf, _by_columns(leaf, spec, axes)) for leaf, spec in self._pairs(leaves)], rest
+            return self._divided(leaves), rest
         frozen, treedef = jtu.tree_flatten(rest)
         of_rest = jtu.tree_leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
         frozen = list(map(self._constrained, frozen, map(axes.gathered, of_rest)))
         leaves = [self._constrained(leaf, axes.gathered(spec)) for leaf, spec in self._pairs(leaves)]
         return leaves, treedef.unflatten(frozen)
+
+    def _divided(self, stacks: Sequence[Any]) -> list[Any]:
+        """Divides each row that is owned, by one exchange, so that it can be gathered from all devices."""
+        axes = self.placement.axes
+        return [self._constrained(stack, _by_columns(stack, spec, axes)) for stack, spec in self._pairs(stacks)]
 
     def _pairs(self, leaves: Sequence[Any]) -> Any:
         return zip(leaves, self.placement.specs, strict=True)

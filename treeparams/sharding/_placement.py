@@ -24,9 +24,8 @@ from .._tree.tables import Table
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._frozen import Frozen, frozen_sources
-from ._joined import join_over
 from ._owners import entries_of
-from ._put import put_leaf
+from ._put import join_over, put_leaf
 from ._specs import (
     Axes,
     FormName,
@@ -76,7 +75,9 @@ def _as_vector(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     problem, place = checked(form.blocks[0].shape, rule, axes, None, "vector")
     if problem:
         who = f"the vector ({describe(form.shapes())})"
-        refuse([misfit_in_words(slot, where, problem, who) for slot, (where, _) in zip(layout.slots, matched)])
+        refuse([
+            misfit_in_words(slot, where, problem, who) for slot, (where, _) in zip(layout.slots, matched, strict=False)
+        ])
     return _Laid(form, [place.spec], [place] * len(pairs), (form, [place.spec]))
 
 
@@ -103,7 +104,9 @@ def _as_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     specs, in_update = ([place.of_stack(axes, which) for place in of_blocks] for which in (False, True))
     # Devices that own rows have equally many while the rule runs. The rows that are missing are zeros.
     longer = [
-        dataclasses.replace(block, length=-(-len(block.shapes) // axes.devices) * axes.devices) if place.is_lent else block
+        dataclasses.replace(block, length=-(-len(block.shapes) // axes.devices) * axes.devices)
+        if place.is_lent
+        else block
         for block, place in zip(blocks, of_blocks, strict=True)
     ]
     return _Laid(form, specs, places, (dataclasses.replace(form, blocks=tuple(longer)), in_update))

@@ -275,8 +275,8 @@ def plan(
         model: a model, a model of `jax.ShapeDtypeStruct`s, or a `Layout`. No values are read.
         mesh: a `jax.sharding.Mesh`, or an `AbstractMesh` to look at a plan. `None` means a mesh of JAX's default device
             alone, with the axis `"data"`.
-        rules: a dictionary `{where: rule}`; `None` leaves all parameters whole on each device. Each parameter follows the first rule that
-            selects it. A rule for which earlier rules left no parameter is an error. The rules are:
+        rules: a dictionary `{where: rule}`; `None` leaves all parameters whole on each device. Each parameter follows
+            the first rule that selects it. A rule for which earlier rules left no parameter is an error. The rules are:
 
             - `"split"`: splits a leaf over `axis`, along its first dimension that the number of devices divides. A
               vector is padded and split into equal parts.

@@ -209,7 +209,7 @@ def checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, na
         return _misfit(rule, shape, axes), Place(rule if size else PartitionSpec())
     if rule == "owned" and rows is None:
         return f'"owned" is for rows of stacks; write form="stacks", or "split" in a {name}', Place()
-    if rule == "whole" or not size or axes.devices == 1 and rule == "owned":
+    if rule == "whole" or not size or (axes.devices == 1 and rule == "owned"):
         return "", Place()
     if rule == "owned" and rows and rows % axes.devices == 0:
         return "", Place(is_owned=True)

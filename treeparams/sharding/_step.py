@@ -1,7 +1,6 @@
 """make_step: one compiled program of value, gradient and update over a mesh."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, SupportsIndex
 
@@ -19,7 +18,7 @@ from .._forms.restructure import Restructure
 from .._forms.states import Copies, entries_of, regroup
 from .._slots.layout import index_of
 from .._slots.parts import Rest, take_apart
-from .._tree.text import count_of, describe, quoted
+from .._tree.text import count_of, describe
 from .._tree.types import PyTree
 from ..optim._scaled import check_names
 from ..optim._separability import check_form
@@ -244,7 +243,7 @@ class Step:
         """Makes the update; rows that devices cannot share equally between steps go to their owners for it."""
         placement, before = self._placement, (params, gradients, rule)
         if placement.in_update[0] == placement.form:
-            return self._update.step(*before, value)
+            return self._update.step(params, gradients, rule, value)
         mesh = mesh_within(placement.axes.mesh)
 
         def lend(leaf: Any, like: Any, spec: PartitionSpec) -> Any:
@@ -253,9 +252,10 @@ class Step:
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
         like, specs = placement.made_in_update(lambda params: (params, params, self._update.start(params)[0]))
-        after = self._update.step(*jax.tree.map(lend, before, like, specs), value)
+        params, gradients, rule = jax.tree.map(lend, before, like, specs)
+        after = self._update.step(params, gradients, rule, value)
         back = lambda leaf, own: leaf[tuple(map(slice, own.shape))]
-        return jax.tree.map(back, after, (params, rule))
+        return jax.tree.map(back, after, before[::2])
 
     # -- Checks
 
@@ -282,12 +282,12 @@ class Step:
     def _check(self, params: PyTree, state: object) -> None:
         """Checks what `jax.jit` would say nothing of, or too much; each call of a step comes by here."""
         leaves, treedef = jtu.tree_flatten(params)
+        first: Any = leaves[0] if leaves else None
         if not isinstance(state, StepState):
             raise TypeError(
                 f"expected the state that init or the last step returned, got {describe(state)}. Write "
                 "params, state, value = step(params, state, *batch)"
             )
-        first = next(iter(leaves), None)
         # JAX, when run over several devices of a CPU, ends the process without a word.
         if isinstance(first, jax.Array) and not isinstance(first, Tracer) and first.is_deleted():
             raise ValueError(
