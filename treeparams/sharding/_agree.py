@@ -3,8 +3,8 @@
 import concurrent.futures
 import difflib
 import hashlib
-import importlib.metadata
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,12 +75,7 @@ def _listed(processes: Sequence[int]) -> str:
 
 def surroundings_in_words(mesh: Mesh | AbstractMesh) -> str:
     """Returns the versions of packages, and the devices of a mesh in order."""
-    lines = []
-    for name in _PACKAGES:
-        try:
-            lines.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:  # it lies on the path, and is not installed
-            lines.append(f"{name} of no version")
+    lines = [f"{name} {getattr(sys.modules.get(name), '__version__', 'of no version')}" for name in _PACKAGES]
     axes = zip(mesh.shape.items(), mesh.axis_types, strict=True)
     lines.append("mesh  " + ", ".join(f"{name!r}: {size} {kind.name}" for (name, size), kind in axes))
     if isinstance(mesh, Mesh) and is_shared(mesh):

@@ -3,7 +3,7 @@
 Integers, keys and buffers, such as running statistics, do not count as parameters. They are whole on each device.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -12,7 +12,6 @@ from .._forms.restructure import Restructure, halves_of
 from .._slots.index import Index
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
 from .._tree.declare import holds_buffers
-from .._tree.structure import Structure
 from ._specs import Axes, Matched, Place, checked, group_of, misfit_in_words, refuse
 
 
@@ -69,11 +68,6 @@ def frozen_sources(index: Index) -> frozenset[int]:
 
 def _frozen_leaves(index: Index) -> list[int]:
     """Returns the leaves of frozen parameters, without buffers."""
-    structure = index.structure
-    buffers = _buffers(structure)
-    return [leaf for leaf in structure.parameters if not index.trained[leaf] and leaf not in buffers]
-
-
-def _buffers(structure: Structure) -> Collection[int]:
-    nodes = [node for node in structure.nodes if holds_buffers(node.cls)]
-    return {leaf for node in nodes for leaf in range(node.start, node.stop)}
+    nodes = [node for node in index.structure.nodes if holds_buffers(node.cls)]
+    buffers = {leaf for node in nodes for leaf in range(node.start, node.stop)}
+    return [leaf for leaf in index.structure.parameters if not index.trained[leaf] and leaf not in buffers]

@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._forms.makers import tree_of
 from .._forms.mesh import automatic, lay, mesh_within
 from .._forms.restructure import Restructure, halves_of
 from .._slots.parts import put_together
@@ -64,7 +65,7 @@ class Loss:
     @property
     def takes_restructure(self) -> bool:
         """Whether the loss opens parameters by a `Restructure`; a canonical tree is opened by `tp.combine`."""
-        return self.takes_form and self.placement.name != "tree"
+        return self.takes_form and self.placement.form != tree_of(self.placement.layout)
 
     @property
     def is_lazy(self) -> bool:
@@ -174,9 +175,9 @@ class Loss:
     def _laid(self, gradients: Sequence[Any]) -> list[Any]:
         """Widens gradients, at least to float32, and lays them as the parameters rest."""
         wide = [each.astype(widened(each.dtype)) for each in gradients]
-        if self.placement.name == "vector":
-            # XLA would divide the gradient of each leaf, and then bring all of these together again.
-            wide = [self._constrained(each, PartitionSpec()) for each in wide]
+        # XLA would divide the gradient of each leaf in a vector, and then bring all of these together again.
+        pairs = zip(wide, self.placement.vectors, strict=True)
+        wide = [self._constrained(each, PartitionSpec()) if is_vector else each for each, is_vector in pairs]
         if self.is_lazy:
             wide = self._divided(wide)
         return list(map(self._constrained, wide, self.placement.specs))
@@ -196,16 +197,14 @@ class Loss:
         frozen, treedef = jtu.tree_flatten(rest)
         of_rest = jtu.tree_leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
         frozen = list(map(self._constrained, frozen, map(axes.gathered, of_rest)))
-        leaves = [self._constrained(leaf, axes.gathered(spec)) for leaf, spec in self._pairs(leaves)]
+        leaves = list(map(self._constrained, leaves, map(axes.gathered, placement.specs)))
         return leaves, treedef.unflatten(frozen)
 
     def _divided(self, stacks: Sequence[Any]) -> list[Any]:
         """Divides each row that is owned, by one exchange, so that it can be gathered from all devices."""
         axes = self.placement.axes
-        return [self._constrained(stack, _by_columns(stack, spec, axes)) for stack, spec in self._pairs(stacks)]
-
-    def _pairs(self, leaves: Sequence[Any]) -> Any:
-        return zip(leaves, self.placement.specs, strict=True)
+        specs = [_by_columns(stack, spec, axes) for stack, spec in zip(stacks, self.placement.specs, strict=True)]
+        return list(map(self._constrained, stacks, specs))
 
     def _given(self, leaves: Sequence[Any], rest: Any) -> tuple[Any, ...]:
         """Returns the first arguments of the loss: the model, or the parameters in their form and the rest."""
@@ -223,14 +222,13 @@ class Loss:
             _check_model_state(before, after)
         if self.has_aux:
             result, aux = _two(result, "has_aux=True", "(value, aux)")
+            aux = jax.tree.map(jnp.asarray, aux)
         is_number = is_array(result) and not result.shape and jnp.issubdtype(result.dtype, jnp.floating)
         if is_number or isinstance(result, float):
             return jnp.asarray(result), (aux, after)
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
-        remedy = ""
-        if isinstance(result, tuple):
-            remedy = ". Return (value, aux) and pass has_aux=True; or, of a sum and a weight, return the quotient"
-        raise TypeError(f"the loss must return one real number, got {got}{remedy}")
+        remedy = "Return (value, aux) and pass has_aux=True; or, of a sum and a weight, return the quotient"
+        raise TypeError(f"the loss must return one real number, got {got}. {remedy}")
 
 
 class Gathered(Restructure[Any]):

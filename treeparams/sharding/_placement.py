@@ -31,6 +31,7 @@ from ._specs import (
     FormName,
     Matched,
     Place,
+    Rule,
     Rules,
     check_rules,
     checked,
@@ -55,36 +56,52 @@ class _Laid(NamedTuple):
     in_update: tuple[Form, list[PartitionSpec]]  # the form while the rule runs, and the spec of each block
 
 
-def _as_tree(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
-    places = _places(layout, matched, axes, "tree", [None] * len(matched))
-    specs = [place.spec for place in places]
-    return _Laid(tree_of(layout), specs, places, (tree_of(layout), specs))
+MAKERS: dict[str, Callable[[Layout, int], Form]] = {
+    "tree": lambda layout, multiple: tree_of(layout),
+    "vector": lambda layout, multiple: vector_of(layout, pad_to=multiple),
+}
+"""Makers of forms without rows, by the names that users write; vectors are padded to a multiple of a number."""
 
 
-def _as_vector(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
-    pairs = [(slot.path, rule) for slot, (_, rule) in zip(layout.slots, matched, strict=True)]
-    path, rule = pairs[0] if pairs else ("", "whole")
-    for other, its in pairs:
-        if group_of(its) != group_of(rule):
-            raise ValueError(
-                f"all parts of a vector need the same rule, but {path!r} has {rule!r} and {other!r} has {its!r}; give "
-                'all of them one rule, or use form="stacks"'
-            )
-    names = {"split": axes.split}.get(rule, ()) if isinstance(rule, str) else names_of(rule)
-    form = vector_of(layout, pad_to=math.lcm(_ALIGNED, axes.along(sorted(names))))
-    problem, place = checked(form.blocks[0].shape, rule, axes, None, "vector")
-    if problem:
-        who = f"the vector ({describe(form.shapes())})"
-        refuse([
-            misfit_in_words(slot, where, problem, who) for slot, (where, _) in zip(layout.slots, matched, strict=False)
-        ])
-    return _Laid(form, [place.spec], [place] * len(pairs), (form, [place.spec]))
+def _in_blocks(name: str, layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
+    rules = [rule for _, rule in matched]
+    names = {each for rule in rules for each in (axes.split if rule == "split" else names_of(rule))}
+    form = MAKERS[name](layout, math.lcm(_ALIGNED, axes.along(sorted(names))))
+    specs, slots, wrong = list[PartitionSpec](), [Place()] * len(rules), list[str]()
+    for block, members in zip(form.blocks, form.members, strict=True):
+        rule = _one_rule([(layout.slots[slot].path, rules[slot]) for slot in members])
+        problem, place = checked(block.shape, rule, axes, None, name)
+        specs.append(place.spec)
+        who = None if block.length is None else f"the {name} ({describe(block)})"
+        for slot in members:
+            slots[slot] = place
+            wrong += [misfit_in_words(layout.slots[slot], matched[slot][0], problem, who)] if problem else []
+    refuse(wrong)
+    return _Laid(form, specs, slots, (form, specs))
 
 
-def _as_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
+def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
+    """Returns the rule that all members of one array share, from the path and rule of each."""
+    path, rule = members[0] if members else ("", "whole")
+    other = next((each for each in members if group_of(each[1]) != group_of(rule)), None)
+    if other is not None:
+        raise ValueError(
+            f"all parts of a vector need the same rule, but {path!r} has {rule!r} and {other[0]!r} has {other[1]!r}; "
+            'give all of them one rule, or use form="stacks"'
+        )
+    return rule
+
+
+def _in_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     keys = [slot.key for slot in layout.slots]
     owned = collections.Counter(key for key, (_, rule) in zip(keys, matched, strict=True) if rule == "owned")
-    places = _places(layout, matched, axes, "stacks", [owned[key] for key in keys])
+    found = [
+        checked(slot.shape, rule, axes, owned[slot.key], "stacks")
+        for slot, (_, rule) in zip(layout.slots, matched, strict=True)
+    ]
+    triples = zip(layout.slots, matched, found, strict=True)
+    refuse([misfit_in_words(slot, where, problem) for slot, (where, _), (problem, _) in triples if problem])
+    places = [place for _, place in found]
     # One array lies in one way. So rows of one shape are one stack if they rest alike, whichever rules say so, and on
     # one device all do.
     of_key: dict[str, dict[str, list[int]]] = {}
@@ -112,33 +129,12 @@ def _as_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     return _Laid(form, specs, places, (dataclasses.replace(form, blocks=tuple(longer)), in_update))
 
 
-def _places(
-    layout: Layout, matched: Sequence[Matched], axes: Axes, name: str, rows: Sequence[int | None]
-) -> list[Place]:
-    """Returns the place of each slot that its rule gives it, as a separate array or as a row."""
-    found = [
-        checked(slot.shape, rule, axes, count, name)
-        for slot, (_, rule), count in zip(layout.slots, matched, rows, strict=True)
-    ]
-    triples = zip(layout.slots, matched, found, strict=True)
-    refuse([misfit_in_words(slot, where, problem) for slot, (where, _), (problem, _) in triples if problem])
-    return [place for _, place in found]
-
-
-_FORMS: dict[str, Callable[[Layout, Sequence[Matched], Axes], _Laid]] = {
-    "tree": _as_tree,
-    "vector": _as_vector,
-    "stacks": _as_stacks,
-}
-"""The forms by the names that users write. Little other code depends on which form it is."""
-
-
 class Placement:
     """Where each parameter lies: a form, and a spec for each of its blocks. Static."""
 
     def __init__(self, layout: Layout, axes: Axes, rules: Rules, name: FormName) -> None:
-        if name not in _FORMS:
-            *others, last = map('"{}"'.format, _FORMS)
+        if name not in (*MAKERS, "stacks"):
+            *others, last = map('"{}"'.format, dict.fromkeys(["tree", "vector", "stacks", *MAKERS]))
             raise ValueError(f"form must be {', '.join(others)} or {last}, got {name!r}")
         check_rules(rules, axes)
         index = index_of(layout)
@@ -146,9 +142,9 @@ class Placement:
         self.layout = layout
         self.axes = axes
         self.name: FormName = name  # of the form, as users call it
-        self.form, self.specs, self._slots, self.in_update = _FORMS[name](
-            layout, [by_leaf[leaf] for leaf in index.positions], axes
-        )
+        make = _in_stacks if name == "stacks" else functools.partial(_in_blocks, name)
+        found = make(layout, [by_leaf[leaf] for leaf in index.positions], axes)
+        self.form, self.specs, self._slots, self.in_update = found
         self.frozen = Frozen(index, by_leaf, axes, name)
 
     # -- Shardings
@@ -174,8 +170,8 @@ class Placement:
     @property
     def of_slots(self) -> list[NamedSharding]:
         """The sharding of each slot as a separate array. A span of a vector is whole, and so is a row that is owned."""
-        is_vector = self.name == "vector"
-        return [self.whole if is_vector else self.sharding(place.spec) for place in self._slots]
+        spans = {slot for i, members in enumerate(self.form.members) for slot in members if self.vectors[i]}
+        return [self.whole if n in spans else self.sharding(place.spec) for n, place in enumerate(self._slots)]
 
     # -- Trees
 
@@ -185,10 +181,15 @@ class Placement:
         return stacked_leaves(self.form.shapes())
 
     @functools.cached_property
+    def vectors(self) -> list[bool]:
+        """Whether each block is a vector of several slots."""
+        pairs = zip(self.form.blocks, self.stacked, strict=True)
+        return [block.length is not None and not is_stack for block, is_stack in pairs]
+
+    @property
     def in_files(self) -> Form:
         """The form that does not depend on rules and devices."""
-        forms = {"tree": tree_of, "vector": functools.partial(vector_of, pad_to=_ALIGNED), "stacks": stacks_of}
-        return forms[self.name](self.layout)
+        return stacks_of(self.layout) if self.name == "stacks" else MAKERS[self.name](self.layout, _ALIGNED)
 
     def tree(self, leaves: Sequence[Any]) -> PyTree:
         """Returns the tree of the parameters with these leaves."""
@@ -286,7 +287,8 @@ class Placement:
         local += sum(size for _, size, _ in each[len(self.layout.slots) :])
         frozen = sum(_bytes(slot) for slot, _ in self.frozen.rows)
         total = sum(map(_bytes, shapes)) + frozen
-        padding = f", padded to {self.form.blocks[0].length:,} elements" if self.name == "vector" else ""
+        lengths = [block.size for block, is_vector in zip(self.form.blocks, self.vectors, strict=True) if is_vector]
+        padding = f", padded to {sum(lengths):,} elements" if lengths else ""
         mesh = ", ".join(f"{name!r}: {size}" for name, size in self.axes.mesh.shape.items())
         of_these = f" ({frozen:,} frozen)" if frozen else ""
         lines = [f"{self.name}{padding} over ({mesh}): {total:,} bytes{of_these}, {local:,} on each device"]

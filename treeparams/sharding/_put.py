@@ -41,7 +41,7 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array
 
 
-# -- Parameters of a traced model ---------------------------------------------------------------------------------------
+# -- Parameters of a traced model --------------------------------------------------------------------------------------
 # An initialiser under `jax.jit` yields one traced array for each slot. If these were concatenated into a result that is
 # split along the same axis, XLA would first gather all of them on each device.
 

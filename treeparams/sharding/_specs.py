@@ -130,9 +130,9 @@ def names_in(entry: AxisNames) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def names_of(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes of the mesh in all entries of a `PartitionSpec`."""
-    return tuple([name for entry in spec for name in names_in(entry)])
+def names_of(spec: Rule) -> tuple[str, ...]:
+    """Returns the axes of the mesh in all entries of a `PartitionSpec`; a word names none."""
+    return () if isinstance(spec, str) else tuple([name for entry in spec for name in names_in(entry)])
 
 
 def check_rules(rules: Rules, axes: Axes) -> None:

@@ -1,8 +1,10 @@
 """make_step: one compiled program of value, gradient and update over a mesh."""
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,27 @@ from ._plan import Plan, StepState, check_layout, placement_of
 from ._put import put_leaf
 from ._update import Average, Update, sharding_of
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
+
+def _with_known_options(make: Callable[P, T]) -> Callable[P, T]:
+    """Answers an option that a function does not have by those that it has."""
+
+    @functools.wraps(make)
+    def called(*args: P.args, **options: P.kwargs) -> T:
+        known = inspect.signature(make).parameters
+        for name in options.keys() - known.keys():
+            raise TypeError(
+                f"sharding.make_step has no option {name!r}. A loss is a function of the whole batch, of which nothing "
+                f"is declared but {', '.join(each for each in known if known[each].kind == known[each].KEYWORD_ONLY)}"
+            )
+        return make(*args, **options)
+
+    return called
+
+
+@_with_known_options
 def make_step(
     loss: Callable[..., Any],
     tx: Any,
