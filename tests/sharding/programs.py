@@ -22,10 +22,11 @@ from treeparams import optim, sharding
 STEPS, BATCH = 4, 12
 # With a smaller epsilon, rounding where a gradient almost vanishes becomes a part of the step.
 RULE = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))
+MUON = optax.chain(optax.clip_by_global_norm(0.5), optim.per_leaf(optax.contrib.muon(1e-2)))
 FORMS = {
     "tree": ({"top.s*": "whole", "**.bias": "whole", "**": "split"}, {}, RULE),
     "vector": ({"top.shift": "whole", "**": "split"}, {"microbatches": 2}, RULE),
-    "stacks": ({"top.s*": "whole", "**": "owned"}, {"loss_takes": "form"}, optim.per_leaf(RULE)),
+    "stacks": ({"top.s*": "whole", "**": "owned"}, {"loss_takes": "form"}, MUON),
 }
 
 
@@ -81,7 +82,7 @@ def alone(form):
     rule, pieces = RULE, FORMS[form][1].get("microbatches", 1)
     if form == "stacks":
         params, rest = tp.stack(make(), "!top.shift")
-        rule = optim.per_leaf(RULE)
+        rule = MUON
     model = rest if form == "stacks" else lambda params: tp.combine(params, rest)
     of = lambda params, x, y: sum(loss(model(params), x[i::pieces], y[i::pieces]) for i in range(pieces)) / pieces
 
