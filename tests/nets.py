@@ -69,5 +69,5 @@ def started(tx=ADAM, rules=SPLIT, form="vector", mesh=None, *, of=loss, model=No
     model = model_of() if model is None else model
     layout = LAYOUT if layout is None else layout
     plan = sharding.plan(layout, mesh or mesh_of(), rules, form=form)
-    init, step = sharding.make_step(of, tx, plan, **{"loss_is": "mean"} | options)
+    init, step = sharding.make_step(of, tx, plan, **options)
     return plan, step, *init(model)

@@ -59,8 +59,6 @@ def test_each_public_name_shows_an_example_that_runs(package):
         "matrices",
         "saving",
         "sharding",
-        "sharding/_compiled",
-        "sharding/_processes",
     ],
 )
 def test_the_map_of_the_files_is_complete(folder):

@@ -47,7 +47,7 @@ def dtypes(tx, trainable=None):
 @pytest.fixture
 def in_plans(monkeypatch):
     """The form under a name that plans know."""
-    monkeypatch.setitem(_placement.MAKERS, "dtypes", lambda layout, groups, multiple: dtypes_of(layout, multiple))
+    monkeypatch.setitem(_placement.MAKERS, "dtypes", dtypes_of)
 
 
 def layers_of(count, start):
@@ -203,7 +203,7 @@ def test_it_lies_over_devices(name, kind, takes, in_plans):
     plan = sharding.plan(LAYOUT, mesh_of(4, kind), {"**": "split"}, form="dtypes")
     assert {name: each.spec for name, each in plan.params.items()} == dict.fromkeys(("bfloat16", "float32"), P("data"))
     of = loss if takes == "model" else lambda params, restructure, *batch: loss(restructure(params), *batch)
-    init, step = sharding.make_step(of, rule, plan, loss_is="mean", average=0.9, loss_takes=takes)
+    init, step = sharding.make_step(of, rule, plan, average=0.9, loss_takes=takes)
     params, state = init(model)
     want, values = on_one_device(rule)
     for expected in values:

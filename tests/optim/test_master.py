@@ -164,7 +164,7 @@ def test_over_devices_copies_lie_as_their_parameters():
     model = {"a": ramp(8, 2, dtype=LOW), "b": ramp(8, 2, dtype=LOW, start=1e-3), "c": ramp(8)}
     loss = lambda m, x: jnp.mean((x @ (_wide(m)["a"] + _wide(m)["b"])) ** 2) + jnp.sum(m["c"] ** 2)
     rule, plan = optim.master(optax.sgd(0.5)), sharding.plan(model, mesh, {"**": "split"}, form="stacks")
-    init, step = sharding.make_step(loss, rule, plan, loss_is="mean")
+    init, step = sharding.make_step(loss, rule, plan)
     params, state = init(model)
     tx = optim.trainable(rule)
     alone, own = model, tx.init(model)

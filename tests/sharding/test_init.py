@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import saving, sharding
@@ -114,14 +114,6 @@ def test_meshes_whose_axes_jax_cannot_mix(kinds, options, rules, message):
         sharding.plan(LAYOUT, mesh, rules, form="vector", **options)
 
 
-def test_a_loss_that_closes_over_an_array_that_is_split():
-    mesh = mesh_of(4, EXPLICIT)
-    table = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
-    init, step = sharding.make_step(lambda w, x: jnp.mean(x @ w - x @ table), ADAM, sharding.plan(table + 0, mesh))
-    with pytest.raises(ValueError, match=r"closes over an array f\w*32\[8@data,4\].*the batch.*plan\.whole"):
-        step(*init(jnp.ones((8, 4))), jnp.ones((4, 8)))
-
-
 def test_shapes_do_not_tell_ties_and_a_plan_of_them_says_so():
     said = "made from shapes, which do not show ties"
     assert said in repr(sharding.plan(jax.eval_shape(make, 0))).splitlines()[-1]
@@ -138,5 +130,5 @@ def test_batches_of_all_kinds_are_one_program():
     params, state, _ = step(params, state, *BATCH)
     for put in kinds:
         params, state, _ = step(params, state, *map(put, BATCH))
-    assert len(traced) == 2  # to see what it returns, and with its gradient
+    assert len(traced) == 1
     assert step._compiled._cache_size() == 1

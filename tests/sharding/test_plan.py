@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 import treeparams as tp
 from treeparams import optim, sharding
 
-from ..zoo import assert_same, first_devices, ramp
+from ..nets import mesh_of
+from ..zoo import assert_same, ramp
 
-MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=first_devices(4))
-TWO = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=first_devices(4))
+MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+TWO = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 EMBED = ramp(16, 4)
 MODEL = {
     "embed": EMBED,
@@ -106,11 +107,7 @@ def test_specs_of_parameters_in_each_form():
     assert tree["head"] is tree["mean"] is tree["f"] is None
     assert specs_of(plan_of({"**": "split"}, form="vector").params) == ("data",)
     stacks = specs_of(plan_of(GROUPS, form="stacks").params)
-    assert stacks == {
-        "split": {"float32[16,4]": (None, "data")},
-        "owned": {"float32[4,4]": ("data",)},
-        "whole": {"float32[3]": ()},
-    }
+    assert stacks == {"float32[16,4]": (None, "data"), "float32[4,4]": ("data",), "float32[3]": ()}
     assert specs_of(plan_of({"**": "whole"}, form="stacks").params)["float32[4,4]"] == ()
     of_many = AbstractMesh((3, 2, 2), ("a", "replica", "fsdp"))
     hsdp = plan_of(GROUPS, mesh=of_many, form="stacks", axis=("fsdp",), batch_axis=("replica", "fsdp"))
@@ -175,13 +172,13 @@ def test_the_state_of_what_is_split_is_split(name, form):
 def test_the_state_of_rules_of_parts():
     per_leaf = optim.per_leaf(optax.adafactor(1e-3, min_dim_size_to_factor=2))
     state = specs_of(plan_of({"layers": "owned", "embed": "whole"}, form="stacks").state(per_leaf))
-    factored = state.states["owned"]["float32[4,4]"][0]
+    factored = state.states["float32[4,4]"][0]
     assert factored.v_row == factored.v_col == factored.count == ("data",)
-    assert state.states["whole"]["float32[16,4]"][0].v_row == ()
+    assert state.states["float32[16,4]"][0].v_row == ()
     # Of one model, some of it split within rows.
     state = specs_of(plan_of(GROUPS, form="stacks").state(per_leaf))
-    assert state.states["owned"]["float32[4,4]"][0].v_row == ("data",)
-    of_split = state.states["split"]["float32[16,4]"][0]
+    assert state.states["float32[4,4]"][0].v_row == ("data",)
+    of_split = state.states["float32[16,4]"][0]
     assert (of_split.v_row, of_split.v_col) in [((None, "data"), ()), ((), (None, "data"))]
     groups = optim.groups({"layers.**": optax.adam(1e-3), "**": optax.sgd(0.1, 0.9)})
     state = plan_of(RULES).state(groups).inner_states
@@ -206,7 +203,7 @@ def test_arrays_of_other_shapes_than_their_parameters():
     # In stacks the rows follow one another along the first axis.
     rule = optim.per_leaf(optax.sm3(0.1))
     stacks = specs_of(plan_of({"layers.*.w": P("data"), "embed": "split", "**": "whole"}, form="stacks").state(rule))
-    accumulators = stacks.states["P('data')"]["float32[4,4]"][0].mu
+    accumulators = stacks.states["float32[4,4]"][0].mu
     assert accumulators == [(None, "data"), ()]
 
 
@@ -267,7 +264,7 @@ def test_there_and_back(form, rules):
     within = jax.jit(lambda params: plan.ravel(plan.model(params)))(params)
     jax.tree.map(np.testing.assert_array_equal, within, params)
     assert jax.tree.structure(plan.shapes()) == jax.tree.structure(params)
-    with pytest.raises((ValueError, TypeError), match=r"expected (parameters that init|.*vector|stacks)"):
+    with pytest.raises((ValueError, TypeError), match="expected the parameters in their form"):
         plan.model(jnp.ones(3))
     with pytest.raises(ValueError, match=r"does not fit the layout.*\n'key' is"):
         plan.ravel(ALL_TRAINED | {"key": ramp(4)})
@@ -276,7 +273,7 @@ def test_there_and_back(form, rules):
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_stacks_rest_in_one_order_over_any_number_of_devices(n):
     model = {"layers": [{"w": ramp(2, 2, start=i)} for i in range(8)]}
-    mesh = jax.make_mesh((n,), ("data",), devices=first_devices(n))
+    mesh = jax.make_mesh((n,), ("data",), devices=jax.devices()[:n])
     stacks = plan_of({"**": "owned"}, model, mesh, form="stacks").ravel(model)
     assert stacks["float32[2,2]"].addressable_shards[0].data.shape == (8 // n, 2, 2)
     jax.tree.map(np.testing.assert_array_equal, stacks, tp.stack(model)[0])
@@ -303,6 +300,34 @@ def test_a_model_is_put(form, rules):
     assert_same(model, MODEL)
     with pytest.raises(ValueError, match="'mean' is float32"):
         plan.put(MODEL | {"mean": ramp(4)})
+
+
+def test_keys_of_stacks_are_those_of_tp_stack_unless_rows_of_one_shape_lie_in_several_ways():
+    keys = set(tp.stack(MODEL, LAYOUT)[0])
+    for rules in (GROUPS, {"**": "whole"}, {"layers.0.w": "split", "layers.*.b": "whole", "**": P("data")}):
+        assert set(plan_of(rules, form="stacks").params) == keys
+    plan = plan_of({"layers.0.w": "whole", **RULES}, form="stacks")
+    parts = {"float32[4,4] whole", "float32[4,4] P('data')"}
+    assert set(plan.params) == keys - {"float32[4,4]"} | parts
+    alone = sharding.plan(LAYOUT, mesh_of(1), {"layers.0.w": "whole", **RULES}, form="stacks")
+    assert set(alone.params) == keys  # on one device all lie alike
+
+
+def test_rows_that_devices_do_not_divide_are_lent_and_one_alone_is_split_or_whole():
+    model = {"e": ramp(16, 4), "l": [{"b": ramp(3), "w": ramp(4, 4)} for _ in range(6)], "s": ramp(5)}
+    plan = plan_of({"**": "owned"}, model, form="stacks")
+    words = {row[0]: row[2] for row in plan._placement.blocks()[0].rows}
+    in_update = "whole rows over 'data' in the update"
+    assert (words["e"], words["s"]) == ("P('data')", "whole")
+    assert (words["l.0.w"], words["l.5.b"]) == (f"P('data'), {in_update}", f"whole, {in_update}")
+    assert plan.shapes()["float32[4,4]"].shape == (6, 4, 4)  # padding never shows
+
+
+def test_a_plan_without_rules_leaves_all_whole_and_says_so():
+    plan = plan_of(None)
+    assert "no rules were given, so all parameters are whole on each device" in repr(plan)
+    assert plan.replicated.keys() >= {"embed", "layers.0.w"}
+    assert "no rules" not in repr(plan_of({"**": "whole"}))
 
 
 def test_what_lies_over_shapes_alone_is_not_put():

@@ -114,38 +114,42 @@ def on_one_device(backwards=False):
 SMALL = {"layers.*.b": "whole", "tail.*.c": "whole"}
 OWNED, SPLIT, WHOLE = {**SMALL, "**": "owned"}, {**SMALL, "**": "split"}, {"**": "whole"}
 BY_SPEC = {"layers.*.query": P(None, "data"), "layers.*.out": "whole", **SMALL, "layers": "split", "**": P("data")}
-CASES = {
-    "owned, parameters, explicit": (OWNED, mesh_of(4, EXPLICIT), "parameters", {}, {"unroll": 2}),
-    "owned, parameters, 1 device": (OWNED, mesh_of(1), "parameters", {}, {}),
-    "owned, state, in pieces": (OWNED, mesh_of(2), "state", {}, {}),
-    "split, parameters, in pieces, reverse": (SPLIT, mesh_of(4), "parameters", {}, {"reverse": True}),
-    "whole, parameters": (WHOLE, mesh_of(4), "parameters", {}, {}),
-    "owned, two axes, parameters": (
+CASES = {  # rules, mesh, axes, options of the scan
+    "owned, explicit": (OWNED, mesh_of(4, EXPLICIT), {}, {"unroll": 2}),
+    "owned, 1 device": (OWNED, mesh_of(1), {}, {}),
+    "owned, in pieces": (OWNED, mesh_of(2), {}, {}),
+    "owned, lent": (OWNED, mesh_of(8), {}, {}),
+    "split, in pieces, reverse": (SPLIT, mesh_of(4), {}, {"reverse": True}),
+    "whole": (WHOLE, mesh_of(4), {}, {}),
+    "owned, two axes": (
         OWNED,
         two_axes(("replica", "fsdp")),
-        "parameters",
         {"axis": "fsdp", "batch_axis": ("replica", "fsdp")},
         {},
     ),
-    "many rules, parameters": (BY_SPEC, mesh_of(4), "parameters", {}, {}),
+    "many rules": (BY_SPEC, mesh_of(4), {}, {}),
+    "tensors": (
+        {"layers.*.[qk]*": P("data", "model"), "layers.*.scale": "whole", **SMALL, "**": P(None, "model")},
+        two_axes(("data", "model")),
+        {"axis": "data"},
+        {},
+    ),
 }
 
 
 # What these say, those of more devices, of pieces, and of many rules say too.
-LONG_CASES = ("owned, parameters, 1 device", "whole, parameters")
+LONG_CASES = ("owned, 1 device", "whole", "owned, explicit")
 
 
 @pytest.mark.parametrize("name", some(CASES, LONG_CASES))
 def test_layers_in_a_scan_are_those_of_one_device(name):
-    rules, mesh, split, axes, options = CASES[name]
+    rules, mesh, axes, options = CASES[name]
     microbatches = 2 if "pieces" in name else 1
     with enable_x64(True):
         model = attention()
         plan = sharding.plan(layout_of(model), mesh, rules, form="stacks", **axes)
         of = lambda *args: of_form(*args, **options)
-        init, step = sharding.make_step(
-            of, TX, plan, loss_is="mean", split=split, loss_takes="form", microbatches=microbatches
-        )
+        init, step = sharding.make_step(of, TX, plan, loss_takes="form", microbatches=microbatches)
         params, state = init(model)
         want, values = on_one_device("reverse" in options)
         for expected in values:
@@ -172,7 +176,7 @@ def test_a_vector_and_a_tree_as_they_rest(form):
     with enable_x64(True):
         model = attention()
         plan = sharding.plan(layout_of(model), mesh_of(4), {"**": "split"} if form == "vector" else SPLIT, form=form)
-        init, step = sharding.make_step(of, TX, plan, loss_is="mean", loss_takes="form")
+        init, step = sharding.make_step(of, TX, plan, loss_takes="form")
         params, state = init(model)
         want, values = on_one_device()
         for expected in values:
@@ -183,53 +187,29 @@ def test_a_vector_and_a_tree_as_they_rest(form):
     assert {type(rest) for _, rest in seen} == {tp.Restructure if form == "vector" else tp.Rest}
 
 
-@pytest.mark.parametrize(("rules", "kinds"), [("split", 0), ("owned", 2)])
-def test_what_split_parameters_move_and_hold(rules, kinds):
-    model = {"layers": [{"b": jnp.ones(64), "w": jnp.ones((64, 64))} for _ in range(64)], "out": jnp.ones(64)}
-
-    def of(stacks, restructure, x):
-        turn = lambda x, layer: (x + jnp.tanh(x @ layer["w"] + layer["b"][None]), None)
-        x, _ = restructure.scan(turn, x, stacks, "layers.*")
-        return jnp.mean((x * restructure.part(stacks, "out")[None]) ** 2)
-
-    plan = sharding.plan(model, mesh_of(4), {"layers": rules, "**": "whole"}, form="stacks")
-    init, step = sharding.make_step(of, optax.adam(1e-3), plan, split="parameters", loss_is="mean", loss_takes="form")
-    compiled = step.lower(*init(model), jnp.ones((8, 64))).compile()
-    moved, size = sharding.collectives(compiled), plan.layout.nbytes
-    assert moved.count("all-gather") == 2 * 2 * 64
-    assert moved.count("reduce-scatter") == 2 * 64
-    # Rows that are owned are first exchanged, one stack at a time, and their gradients back.
-    assert moved.count("all-to-all") == kinds * 2
-    assert moved.bytes <= (3 + kinds / 4) * size * 1.01
-    memory = compiled.memory_analysis()
-    assert memory.argument_size_in_bytes == pytest.approx(3 * size / 4, rel=0.02)
-    if rules == "split":
-        assert memory.temp_size_in_bytes <= 0.4 * size
-
-
 def test_what_cannot_be_scanned():
     model = attention(np.float32)
     model["layers"][2]["f"] = jnp.sin
     plan = sharding.plan(layout_of(model), mesh_of(4), SPLIT, form="stacks")
-    init, step = sharding.make_step(
-        of_form, optax.sgd(0.1), plan, split="parameters", loss_is="mean", loss_takes="form"
-    )
+    init, step = sharding.make_step(of_form, optax.sgd(0.1), plan, loss_takes="form")
     params, state = init(model)
     with pytest.raises(ValueError, match=r"'layers\.0\.f' and 'layers\.2\.f', which are not arrays, differ"):
         step(params, state, X.astype(np.float32), Y.astype(np.float32))
 
 
 def test_rules_for_matrices_beside_a_scan():
-    """Muon over rows that are owned, Adam over the rest; split parameters and whole ones alike."""
-    groups = optim.groups({"owned": optim.per_leaf(optax.contrib.muon(1e-2))}, default=optax.adam(1e-2))
+    """Muon over rows that are owned, Adam over the rest, by the keys of stacks; on one device and on several."""
+    muon = optim.per_leaf(optax.contrib.muon(1e-2))
+    labels = lambda stacks: jax.tree.map(lambda stack: "muon" if stack.shape[1:] == (8, 8) else "adam", stacks)
+    groups = optax.partition({"muon": muon, "adam": optax.adam(1e-2)}, labels)
     found = []
     with enable_x64(True):
-        for split, mesh in (("gradients", mesh_of(1)), ("parameters", mesh_of(4, AUTO))):
+        for mesh in (mesh_of(1), mesh_of(4, AUTO)):
             model = attention()
             plan = sharding.plan(layout_of(model), mesh, OWNED, form="stacks")
-            init, step = sharding.make_step(of_form, groups, plan, split=split, loss_is="mean", loss_takes="form")
+            init, step = sharding.make_step(of_form, groups, plan, loss_takes="form")
             params, state = init(model)
             for _ in range(2):
                 params, state, value = step(params, state, X, Y)
             found.append((value, jax.device_get(params)))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-8, 1e-9), *found)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-7, 1e-8), *found)

@@ -1,10 +1,11 @@
-"""The dtypes in which a step computes, moves parameters and sums gradients."""
+"""The dtypes in which a loss computes."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax.typing import DTypeLike
 
 from .._forms.block import Block
@@ -14,7 +15,7 @@ from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays
 from .._slots.rules import first_entries
 from .._slots.where import name_of
-from .._tree.dtypes import common_dtype, is_complex, widened
+from .._tree.dtypes import common_dtype, is_complex
 from .._tree.text import describe, quoted
 from ._frozen import frozen_sources
 
@@ -23,18 +24,15 @@ ComputeDtype = DTypeLike | Mapping[Any, DTypeLike] | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compute:
-    """The dtype of each leaf of a model within the loss, and of sums of gradients over devices."""
+    """The dtype of each leaf of a model within the loss."""
 
     form: Form  # of the parameters, as they are within the loss
     of_path: dict[str, Any]  # of arrays of the model; others keep their own
-    reduce_dtype: Any  # none: at least single precision
 
     @classmethod
-    def of(cls, layout: Layout, form: Form, compute_dtype: ComputeDtype, reduce_dtype: DTypeLike | None) -> "Compute":
-        """Makes the dtypes from the options of `make_step`."""
+    def of(cls, layout: Layout, form: Form, compute_dtype: ComputeDtype) -> "Compute":
+        """Makes the dtypes from the option of `make_step`."""
         of_path = _of_paths(layout, compute_dtype)
-        if reduce_dtype is not None:
-            reduce_dtype = _floating("reduce_dtype", reduce_dtype)
         found = _form_in(form, [of_path.get(slot.path) for slot in layout.slots])
         for block, members in zip(found.blocks, found.members, strict=True):
             own = {of_path.get(layout.slots[slot].path) for slot in members}
@@ -44,32 +42,30 @@ class Compute:
                     f"a vector is moved in one dtype, but compute_dtype gives its parameters {words}; use "
                     'form="stacks" or form="tree", or one dtype for all'
                 )
-        return cls(found, of_path, reduce_dtype)
+        return cls(found, of_path)
 
     @property
     def in_words(self) -> str:
         """The dtypes in one line."""
-        dtypes = sorted({str(each) for each in self.of_path.values()})
-        return (
-            f"computed in {', '.join(dtypes) or 'their dtypes'}, reduced in {self.reduce_dtype or 'single precision'}"
-        )
+        return f"computed in {', '.join(sorted({str(each) for each in self.of_path.values()})) or 'their dtypes'}"
 
-    def summed_in(self, dtype: DTypeLike) -> Any:
-        """Returns the dtype in which gradients of the given dtype are summed over devices."""
-        wide = widened(dtype)
-        if self.reduce_dtype is None:
-            return wide
-        return jnp.result_type(self.reduce_dtype, jnp.complex64) if is_complex(wide) else self.reduce_dtype
+    def params(self, leaves: Sequence[Any]) -> list[Any]:
+        """Casts arrays of parameters."""
+        return [leaf.astype(block.dtype) for leaf, block in zip(leaves, self.form.blocks, strict=True)]
 
-    def rest(self, rest: Rest[Any] | Restructure[Any]) -> tuple[Any, list[Any]]:
-        """Returns the rest of a model for arrays in the loss's dtypes, and each array's dtype (`None`: unchanged)."""
-        if not isinstance(rest, Restructure):
-            return rest, [self.of_path.get(path) for path in kept_arrays(rest)]
-        single, _, _, held = halves_of(rest)
-        dtypes = [self.of_path.get(path) for path in kept_arrays(single)]
-        held = _form_in(held, dtypes)
-        alone = [dtype for i, dtype in enumerate(dtypes) if i not in held.locations]
-        return with_forms(rest, self.form, held), [*alone, *(block.dtype for block in held.blocks)]
+    def rest(self, rest: Rest[Any] | Restructure[Any]) -> Any:
+        """Casts the arrays of the rest of a model."""
+        if isinstance(rest, Restructure):
+            single, _, _, held = halves_of(rest)
+            dtypes = [self.of_path.get(path) for path in kept_arrays(single)]
+            held = _form_in(held, dtypes)
+            alone = [dtype for i, dtype in enumerate(dtypes) if i not in held.locations]
+            rest, dtypes = with_forms(rest, self.form, held), [*alone, *(block.dtype for block in held.blocks)]
+        else:
+            dtypes = [self.of_path.get(path) for path in kept_arrays(rest)]
+        leaves, treedef = jtu.tree_flatten(rest)
+        pairs = zip(leaves, dtypes, strict=True)
+        return treedef.unflatten([leaf if dtype is None else leaf.astype(dtype) for leaf, dtype in pairs])
 
 
 def _of_paths(layout: Layout, compute_dtype: ComputeDtype) -> dict[str, Any]:

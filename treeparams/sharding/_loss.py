@@ -1,32 +1,56 @@
-"""The loss of a step: its arguments, its result, and how results are combined over the examples of a batch."""
+"""The loss of a step: its value and its gradient over a mesh, and what it returns beside the value.
+
+A loss is a function of the whole batch, and XLA divides it. Three constraints say how: examples lie along the batch
+axes, weights are whole where the loss reads them, and gradients lie as the weights rest. So XLA gathers each weight
+once, and sums and divides each gradient in one reduce-scatter, where its compiler has such a pass (TPU and GPU). Since
+nothing is divided by hand, any loss has the numbers of one device.
+"""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal as Constant
+from jax.sharding import NamedSharding, PartitionSpec
 
-from .._programs import bind, carry, through
+from .._forms.makers import tree_of
+from .._forms.mesh import automatic, lay, mesh_within
+from .._forms.restructure import Restructure, halves_of
+from .._slots.parts import put_together
+from .._slots.where import Where
+from .._tree.dtypes import widened
 from .._tree.structure import is_array
-from .._tree.text import describe
+from .._tree.text import describe, quoted
 from .._tree.types import PyTree
-from ._pieces import Result, examples_of, uncut, wide
+from ._compute import Compute
+from ._placement import Placement
+from ._put import put_leaf
+from ._specs import Axes, first_divided, names_of
 
-LossIs = Literal["mean"] | None
+
+class Found(NamedTuple):
+    """The results of a loss, and its gradient."""
+
+    value: Any
+    gradients: PyTree
+    aux: PyTree
+    model_state: PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A loss, and the user's options about it."""
+    """A loss over a batch that devices share, and the user's options about it."""
 
     function: Callable[..., Any]
-    outputs: Callable[..., Any] | None  # the part that each device computes of its examples alone
-    is_mean: bool
+    placement: Placement
+    compute: Compute
+    pieces: int  # in which the batch is taken, one after another
     takes_form: bool  # whether it is of parameters in their form and of the way back, and not of the model
     has_aux: bool
     has_state: bool
@@ -35,100 +59,261 @@ class Loss:
     def in_words(self) -> str:
         """The options in one line."""
         taken = "form" if self.takes_form else "model"
-        said = ["is a mean"] * self.is_mean + ["has outputs"] * (self.outputs is not None)
-        said += ["has aux"] * self.has_aux + ["has state"] * self.has_state
-        return ", ".join([f"the loss takes the {taken}", *said])
+        said = [f"in {self.pieces} pieces"] + ["has aux"] * self.has_aux + ["has state"] * self.has_state
+        return ", ".join([f"the loss takes the {taken}", *said, self.compute.in_words])
 
-    def result(self, result: Any) -> Result:
-        """Checks the value that the loss returned, and takes it apart."""
-        aux = model_state = None
+    @property
+    def takes_restructure(self) -> bool:
+        """Whether the loss opens parameters by a `Restructure`; a canonical tree is opened by `tp.combine`."""
+        return self.takes_form and self.placement.form != tree_of(self.placement.layout)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether weights are made whole node by node, where the loss reads them."""
+        placement = self.placement
+        return self.takes_form and placement.name == "stacks" and any(map(names_of, placement.specs))
+
+    def __call__(self, params: PyTree, rest: Any, model_state: Any, batch: PyTree) -> Found:
+        """Returns the value of the loss, its gradient, sharded as the parameters are, and its other results."""
+        placement = self.placement
+        arrays, treedef, shardings = self._taken(batch)
+        batch = treedef.unflatten(list(map(lay, map(jnp.asarray, arrays), shardings)))
+        whole = placement.whole
+        run = automatic(self._found, Found(whole, placement.params, whole, whole), placement.axes.mesh)
+        return run(params, rest, model_state, batch)
+
+    # -- The batch
+
+    def put(self, batch: PyTree) -> PyTree:
+        """Places a batch on the devices. Python numbers, shapes and traced arrays are returned unchanged.
+
+        `jax.jit` would compile one program for NumPy arrays, one for arrays on one device and one for arrays sharded
+        like this.
+        """
+        leaves, treedef, shardings = self._taken(batch)
+        return treedef.unflatten(list(map(_put, leaves, shardings)))
+
+    def _taken(self, batch: PyTree) -> tuple[list[Any], Any, list[NamedSharding]]:
+        """Checks a batch, and returns its arrays, its treedef and their shardings: examples split, scalars whole."""
+        arrays, treedef = jtu.tree_flatten_with_path(batch)
+        self._check(batch, arrays)
+        along, whole = self.placement.batch, self.placement.whole
+        leaves = [array for _, array in arrays]
+        return leaves, treedef, [along if jnp.ndim(leaf) else whole for leaf in leaves]
+
+    def _check(self, batch: Sequence[Any], arrays: Sequence[tuple[Any, Any]]) -> None:
+        """Checks that the loss takes this batch, and that the devices can share its examples equally."""
+        before = 1 + self.takes_form + self.has_state
+        try:
+            inspect.signature(self.function).bind(*[None] * before, *batch)
+        except ValueError:  # a function without a signature
+            pass
+        except TypeError as error:
+            got = ", ".join(map(describe, batch)) or "nothing"
+            raise TypeError(
+                f"the loss does not take this batch ({error}): step got {got} after params and state. Pass the "
+                "arguments of the loss one by one: step(params, state, x, y)"
+            ) from None
+        counts = [(path, jnp.shape(array)[0]) for path, array in arrays if jnp.ndim(array)]
+        if not counts and self.pieces == 1:
+            return
+        # Each call of a step comes by here: names are made of paths for an error alone.
+        (first, count), *others = counts or [((), 0)]
+        for path, its in others:
+            if its != count:
+                raise ValueError(
+                    f"{_named(first)} has {count} examples and {_named(path)} {its}; the leading axis of each array of "
+                    "a batch must run over the examples. Pass other arrays to the loss itself, for example by "
+                    "functools.partial; make a raw PRNG key a typed one, jax.random.wrap_key_data(key)"
+                )
+        axes = self.placement.axes
+        least = axes.along(axes.batch) * self.pieces
+        if not count or count % least:
+            in_pieces = f" in {self.pieces} pieces" if self.pieces > 1 else ""
+            raise ValueError(
+                f"{_named(first)} has {count} examples, which {axes.along(axes.batch)} devices along "
+                f"{quoted(axes.batch)} cannot share equally{in_pieces}; give a multiple of {least}"
+            )
+
+    # -- The value and its gradient
+
+    def _found(self, params: PyTree, rest: Any, model_state: Any, batch: PyTree) -> Found:
+        """Does the work of a call where XLA alone decides where arrays lie."""
+        leaves, rest = self._entered(params, rest)
+        arrays, treedef = jtu.tree_flatten(batch)
+        if self.pieces == 1:
+            found = self._of_piece(leaves, rest, model_state, batch)
+        else:
+            # Piece i is x[i::k]: so each device has its part of each piece already.
+            along = [self._in_pieces(array) if array.ndim else None for array in arrays]
+            zeros = self._laid([jnp.zeros(leaf.shape, widened(leaf.dtype)) for leaf in leaves])
+
+            def turn(carry: Any, piece: Sequence[Any]) -> Any:
+                state, sums = carry
+                piece = [array if own is None else own for array, own in zip(arrays, piece, strict=True)]
+                value, grads, aux, state = self._of_piece(leaves, rest, state, treedef.unflatten(piece))
+                return (state, list(map(jnp.add, sums, grads))), (value, aux)
+
+            (after, sums), (values, aux) = jax.lax.scan(turn, (model_state, zeros), along)
+            value = jnp.mean(values.astype(widened(values.dtype)))
+            found = Found(value, [each / self.pieces for each in sums], aux, after)
+        pairs = zip(found.gradients, jtu.tree_leaves(params), strict=True)
+        return found._replace(gradients=self.placement.tree([each.astype(like.dtype) for each, like in pairs]))
+
+    def _in_pieces(self, array: jax.Array) -> jax.Array:
+        pieces = jnp.swapaxes(array.reshape(-1, self.pieces, *array.shape[1:]), 0, 1)
+        return self._constrained(pieces, PartitionSpec(None, self.placement.axes.batch))
+
+    def _of_piece(self, leaves: Sequence[Any], rest: Any, model_state: Any, batch: PyTree) -> Found:
+        def value(leaves: Sequence[Any]) -> Any:
+            state = [model_state] if self.has_state else []
+            return self._checked(self.function(*self._given(leaves, rest), *state, *batch), model_state)
+
+        (found, (aux, after)), grads = jax.value_and_grad(value, has_aux=True)(leaves)
+        return Found(found, self._laid(grads), aux, after)
+
+    def _laid(self, gradients: Sequence[Any]) -> list[Any]:
+        """Widens gradients, at least to float32, and lays them as the parameters rest."""
+        wide = [each.astype(widened(each.dtype)) for each in gradients]
+        # XLA would divide the gradient of each leaf in a vector, and then bring all of these together again.
+        pairs = zip(wide, self.placement.vectors, strict=True)
+        wide = [self._constrained(each, PartitionSpec()) if is_vector else each for each, is_vector in pairs]
+        if self.is_lazy:
+            wide = self._divided(wide)
+        return list(map(self._constrained, wide, self.placement.specs))
+
+    def _constrained(self, array: Any, spec: PartitionSpec) -> Any:
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh_within(self.placement.axes.mesh), spec))
+
+    # -- What the loss gets and returns
+
+    def _entered(self, params: PyTree, rest: Any) -> tuple[list[Any], Any]:
+        """Returns parameters and the rest in the dtypes of the loss, so that narrow ones are moved, and whole."""
+        axes, placement = self.placement.axes, self.placement
+        specs = placement.frozen.specs(rest)
+        leaves, rest = self.compute.params(jtu.tree_leaves(params)), self.compute.rest(rest)
+        if self.is_lazy:
+            return self._divided(leaves), rest
+        frozen, treedef = jtu.tree_flatten(rest)
+        of_rest = jtu.tree_leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+        frozen = list(map(self._constrained, frozen, map(axes.gathered, of_rest)))
+        leaves = list(map(self._constrained, leaves, map(axes.gathered, placement.specs)))
+        return leaves, treedef.unflatten(frozen)
+
+    def _divided(self, stacks: Sequence[Any]) -> list[Any]:
+        """Divides each row that is owned, by one exchange, so that it can be gathered from all devices."""
+        axes = self.placement.axes
+        specs = [_by_columns(stack, spec, axes) for stack, spec in zip(stacks, self.placement.specs, strict=True)]
+        return list(map(self._constrained, stacks, specs))
+
+    def _given(self, leaves: Sequence[Any], rest: Any) -> tuple[Any, ...]:
+        """Returns the first arguments of the loss: the model, or the parameters in their form and the rest."""
+        if self.is_lazy:
+            rest = Gathered.of(rest, self.placement)
+        if self.takes_form:
+            return self.placement.tree(leaves), rest
+        return (put_together(rest, self.compute.form.cut_leaves(leaves)),)
+
+    def _checked(self, result: Any, before: Any) -> Any:
+        """Returns the value that the loss returned, and what it returned beside it."""
+        aux = after = None
         if self.has_state:
-            result, model_state = _two(result, "has_state=True", "(value, state)")
+            result, after = _two(result, "has_state=True", "(value, state)")
+            _check_model_state(before, after)
         if self.has_aux:
             result, aux = _two(result, "has_aux=True", "(value, aux)")
-            _check_aux(aux)
-        if is_pair(result) and not self.is_mean:
-            value, weight = map(jnp.asarray, result)
-            return Result(value, weight, aux, model_state)
+            aux = jax.tree.map(jnp.asarray, aux)
         is_number = is_array(result) and not result.shape and jnp.issubdtype(result.dtype, jnp.floating)
         if is_number or isinstance(result, float):
-            return Result(jnp.asarray(result), None, aux, model_state)
-        if self.is_mean:
-            expected = 'with loss_is="mean" the loss must return one real number, the mean over its examples'
-        else:
-            expected = "the loss must return one real number, or (sum, weight), two real numbers"
-        remedy = "; if the rest of it is auxiliary, pass has_aux=True" if isinstance(result, tuple) else ""
-        raise TypeError(f"{expected}, got {_in_words(result)}{remedy}")
+            return jnp.asarray(result), (aux, after)
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
+        remedy = "Return (value, aux) and pass has_aux=True; or, of a sum and a weight, return the quotient"
+        raise TypeError(f"the loss must return one real number, got {got}. {remedy}")
 
 
-def _check_aux(aux: PyTree) -> None:
-    for path, leaf in jtu.tree_flatten_with_path(aux)[0]:
-        if not (is_array(leaf) or _is_real_number(leaf)):
-            raise ValueError(f"aux{jtu.keystr(path)}: expected arrays and numbers, got {describe(leaf)}")
+class Gathered(Restructure[Any]):
+    """A `Restructure` over split stacks within a loss: each node is whole from where the loss asks for it."""
+
+    placement: Placement
+
+    @classmethod
+    def of(cls, restructure: Restructure[Any], placement: Placement) -> "Gathered":
+        """Makes one of the `Restructure` that the state of a step holds."""
+        rest, stacks, form, held = halves_of(restructure)
+        made = cls(rest, form, held, stacks)
+        made.placement = placement
+        return made
+
+    def __call__(self, form: Any) -> Any:
+        """Builds the model, whole."""
+        return self._whole(super().__call__(self._whole(form)))
+
+    def view(self, form: Any) -> Any:
+        """Returns a view by name of whole stacks."""
+        return super().view(self._whole(form))
+
+    def part(self, form: Any, where: Where) -> Any:
+        """Builds one node, whole."""
+        return self._whole(super().part(form, where))
+
+    def repeated(self, form: Any, where: Where) -> Any:
+        """Builds equal nodes as one, whole."""
+        return self._whole(super().repeated(form, where))
+
+    def scan(
+        self, step: Callable[..., Any], carry: Any, form: Any, where: Where, xs: PyTree = None, **options: Any
+    ) -> tuple[Any, Any]:
+        """Scans like `Restructure.scan`, and makes each layer whole when its turn comes.
+
+        In the backward pass each layer is gathered and computed again, so only the inputs of the layers are kept.
+        """
+
+        def turn(carry: Any, node: Any, *further: Any) -> Any:
+            return step(carry, self._whole(node), *further)
+
+        return super().scan(eqx.filter_checkpoint(turn, prevent_cse=False), carry, form, where, xs, **options)
+
+    def _whole(self, tree: PyTree) -> PyTree:
+        """Makes the arrays of a tree whole along the batch; along other axes they stay as rows of their shape rest."""
+        axes, placement = self.placement.axes, self.placement
+        mesh = mesh_within(axes.mesh)
+        specs = {
+            block.shape[1:]: axes.gathered(PartitionSpec(*spec[1:]))
+            for block, spec in zip(placement.form.blocks, placement.specs, strict=True)
+        }
+        to = lambda leaf: NamedSharding(mesh, specs.get(leaf.shape, PartitionSpec()))
+        lay = lambda leaf: jax.lax.with_sharding_constraint(leaf, to(leaf)) if eqx.is_inexact_array(leaf) else leaf
+        return jax.tree.map(lay, tree)
 
 
-def is_pair(value: Any) -> bool:
-    """Returns whether a value is `(sum, weight)`, a tuple of two real numbers."""
-    return type(value) is tuple and len(value) == 2 and all(map(_is_real_number, value))
+def _flatten(gathered: Gathered) -> Any:
+    rest, stacks, form, held = halves_of(gathered)
+    return (rest, stacks), (form, held, gathered.placement)
 
 
-def _is_real_number(value: Any) -> bool:
-    if isinstance(value, (bool, int, float)):
-        return True
-    kinds = jnp.bool_, jnp.integer, jnp.floating
-    return is_array(value) and not value.shape and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+jtu.register_pytree_node(
+    Gathered,
+    _flatten,
+    lambda static, arrays: Gathered.of(Restructure(arrays[0], static[0], static[1], arrays[1]), static[2]),
+)
+
+
+def _by_columns(stack: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
+    """Returns the spec that divides each row of a stack, if its rows are owned; the columns of it are split then."""
+    if not spec or spec[0] is None:
+        return spec
+    axis = first_divided(stack.shape[1:], axes.devices)
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * (1 + axis), axes.split_entry)
 
 
 def _two(result: Any, option: str, expected: str) -> tuple[Any, Any]:
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    raise TypeError(f"with {option} the loss must return {expected}, got {_in_words(result)}")
+    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
+    raise TypeError(f"with {option} the loss must return {expected}, got {got}")
 
 
-def _in_words(result: Any) -> str:
-    return f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
-
-
-_OF_LOSS = "the weight of the loss"
-
-
-class Looked(NamedTuple):
-    """A loss traced as a program of the arrays of parameters and of a batch, and its result as shapes."""
-
-    program: ClosedJaxpr
-    result: Result
-    parameters: int  # how many arrays of these come first
-    examples: int
-
-
-def look(f: Callable[[list[Any], list[Any]], Result], parameters: list[Any], arrays: list[Any]) -> Looked:
-    """Traces a loss for arrays given as shapes."""
-    program, result = jax.make_jaxpr(f, return_shape=True)(parameters, arrays)
-    return Looked(program, result, len(parameters), examples_of(arrays))
-
-
-def check_weights(looked: Looked, is_divided: bool) -> None:
-    """Checks that no weight depends on a parameter: those of pairs in `aux`, and that of the loss if it is a sum."""
-    # By any way, and not by its derivative alone: an accuracy, which somebody returns beside a loss, has none.
-    program = looked.program
-    of_parameters = carry(program, [int(i < looked.parameters) for i in range(len(program.jaxpr.invars))], through)
-    wrong = [name for name, i in _weights(looked.result).items() if of_parameters[i]]
-    if is_divided and _OF_LOSS in wrong:
-        raise ValueError(
-            "the loss returns two numbers, which are read as (sum, weight), but the second depends on the "
-            "parameters. A weight must depend on the batch alone, such as the sum of a mask. If the loss divides by "
-            "something that depends on the parameters, return one number; if the second number is an auxiliary "
-            "result, pass has_aux=True"
-        )
-    for name in wrong:
-        if name != _OF_LOSS:
-            raise ValueError(
-                f"{name} depends on the parameters. A tuple of two numbers is read as (sum, weight) and divided; for "
-                "two results return a list or a dictionary, and for a sum over the examples a pair, (number, len(x))"
-            )
-
-
-def check_model_state(before: PyTree, after: PyTree) -> None:
+def _check_model_state(before: PyTree, after: PyTree) -> None:
     """Checks that the loss returned a state with the tree, shapes and dtypes of the one it was given."""
     ours, its = (
         {jtu.keystr(path): describe(leaf) for path, leaf in jtu.tree_leaves_with_path(tree)} for tree in (before, after)
@@ -142,158 +327,12 @@ def check_model_state(before: PyTree, after: PyTree) -> None:
         )
 
 
-def check_sums(whole: Looked, look_at_part: Callable[[], Looked], parts: int) -> None:
-    """Checks that the weights of the parts of a batch add up to those of the whole batch.
-
-    A weight that depends on the examples, such as the sum of a mask, is assumed to be a sum over them. Any other weight
-    must be proportional to their number, as `len(x)` is: `1.0` would add up to the number of parts.
-    """
-    jaxpr = whole.program.jaxpr
-    marks = [int(i >= whole.parameters and bool(var.aval.ndim)) for i, var in enumerate(jaxpr.invars)]
-    of_examples = carry(whole.program, marks, through)
-    alike = {name: i for name, i in _weights(whole.result).items() if not of_examples[i]}
-    part = look_at_part() if alike and parts > 1 else whole
-    for name, i in alike.items() if part is not whole else ():
-        ours, its = (_with_ones(each.program, i) for each in (whole, part))
-        if not np.isclose(parts * its, ours, rtol=1e-2):
-            raise ValueError(
-                f"{name} does not depend on the examples: it is the same for all {whole.examples} of the batch as for "
-                f"the {part.examples} of each of its {parts} parts, over which it is summed. Return len(x), the sum of "
-                "a mask, or the like; divide by other numbers inside the loss"
-            )
+def _put(leaf: Any, to: NamedSharding) -> Any:
+    is_value = hasattr(leaf, "dtype") and not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct))
+    if not is_value or getattr(leaf, "sharding", None) == to:
+        return leaf
+    return put_leaf(np.asarray(leaf) if isinstance(leaf, np.generic) else leaf, to, is_own=True)
 
 
-def _weights(result: Result) -> dict[str, int]:
-    """Returns the position among all results of the weight of the loss and of each weight in `aux`."""
-    leaves, treedef = jtu.tree_flatten(result)
-    numbers = treedef.unflatten(range(len(leaves)))
-    found = {} if result.weight is None else {_OF_LOSS: numbers.weight}
-    entries, of_pairs = jtu.tree_flatten_with_path(result.aux, is_leaf=is_pair)
-    for (path, entry), its in zip(entries, of_pairs.flatten_up_to(numbers.aux), strict=True):
-        if is_pair(entry):
-            found[f"the weight in aux{jtu.keystr(path)}"] = its[1]
-    return found
-
-
-def _with_ones(program: ClosedJaxpr, number: int) -> float:
-    """Evaluates one result of a program with ones for all inputs that it depends on."""
-    jaxpr, out = program.jaxpr, program.jaxpr.outvars[number]
-    needed, eqns = {atom for atom in [out] if not isinstance(atom, Constant)}, list[JaxprEqn]()
-    for eqn in reversed(jaxpr.eqns):
-        if needed.intersection(eqn.outvars):
-            eqns.append(eqn)
-            needed.update(atom for atom in eqn.invars if not isinstance(atom, Constant))
-    inputs = [*zip(jaxpr.constvars, program.consts, strict=True), *((var, None) for var in jaxpr.invars)]
-    with jax.ensure_compile_time_eval():
-        known: dict[Any, Any] = {
-            var: jnp.ones(var.aval.shape, var.aval.dtype) if value is None or isinstance(value, Tracer) else value
-            for var, value in inputs
-            if var in needed
-        }
-        value_of = lambda atom: atom.val if isinstance(atom, Constant) else known[atom]
-        for eqn in reversed(eqns):
-            known |= zip(eqn.outvars, bind(eqn, list(map(value_of, eqn.invars))), strict=True)
-        return float(value_of(out))
-
-
-# -- Results beside the loss -------------------------------------------------------------------------------------------
-
-
-class Aux(NamedTuple):
-    """How the entries of `aux` are combined over pieces of a batch and over devices."""
-
-    treedef: Any
-    kinds: list[str]  # "pair", "number", "examples" or "whole", of each entry; a pair is one
-
-    def over_pieces(self, aux: PyTree) -> list[Any]:
-        """Combines the entries that the pieces returned; each has a first axis over the pieces."""
-        return [
-            _OVER_PIECES[kind](each) for kind, each in zip(self.kinds, self.treedef.flatten_up_to(aux), strict=True)
-        ]
-
-    def over_devices(self, entries: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[jax.Array]]:
-        """Combines a device's entries over devices; returns these, and the entries with a row for each example."""
-        pairs = list(zip(self.kinds, entries, strict=True))
-        over = {"pair": jax.lax.psum, "number": jax.lax.pmean}
-        of_all = [
-            over[kind](each, axes) if kind in over and axes else each for kind, each in pairs if kind != "examples"
-        ]
-        return of_all, [each for kind, each in pairs if kind == "examples"]
-
-    def of_whole(self, aux: PyTree) -> PyTree:
-        """Returns the tree of entries that the pieces returned, if each piece covers all devices."""
-        return self.tree(*self.over_devices(self.over_pieces(aux), ()))
-
-    def tree(self, of_all: Sequence[Any], rows: Sequence[jax.Array]) -> PyTree:
-        """Returns the tree of combined entries; pairs are divided."""
-        numbers, arrays = iter(of_all), iter(rows)
-        entries = [next(arrays if kind == "examples" else numbers) for kind in self.kinds]
-        divided = [
-            each[0] / each[1] if kind == "pair" else each for kind, each in zip(self.kinds, entries, strict=True)
-        ]
-        return self.treedef.unflatten(divided)
-
-
-def _summed_pair(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    return tuple([jnp.sum(wide(each)) for each in pair])
-
-
-_OVER_PIECES: dict[str, Callable[[Any], Any]] = {
-    "pair": _summed_pair,
-    "number": lambda numbers: jnp.mean(wide(numbers)),
-    "examples": uncut,
-    "whole": lambda arrays: arrays[0],
-}
-
-
-def aux_of(aux: PyTree, examples: int, is_mean: bool, in_parts: bool) -> Aux:
-    """Decides how to combine the entries of `aux`, from their shapes for the whole batch.
-
-    Args:
-        aux: the entries as shapes.
-        examples: the number of examples in the batch.
-        is_mean: whether the loss is a mean, so that numbers in `aux` are means too.
-        in_parts: whether devices or pieces each return entries for their own examples only.
-    """
-    entries, treedef = jtu.tree_flatten_with_path(aux, is_leaf=is_pair)
-    return Aux(treedef, [_kind(jtu.keystr(path), each, examples, is_mean, in_parts) for path, each in entries])
-
-
-def _kind(path: str, entry: Any, examples: int, is_mean: bool, in_parts: bool) -> str:
-    if is_pair(entry):
-        return "pair"
-    if _is_real_number(entry) and is_mean:
-        return "number"
-    if is_array(entry) and not in_parts:
-        return "whole"
-    if is_array(entry) and entry.shape and entry.shape[0] == examples:
-        return "examples"
-    number = "a number where the loss is a mean, " if is_mean else ""
-    raise ValueError(
-        f"aux{path}: expected a pair of numbers (sum, weight), which is summed over the batch and divided, {number}or "
-        f"an array with one row for each of the {examples} examples, got {describe(entry)}"
-    )
-
-
-def check_aux_rows(aux: Aux, of_piece: PyTree, arrays: Sequence[Any]) -> None:
-    """Checks that arrays with a row for each example of the batch have a row for each example of a piece too."""
-    examples = examples_of(arrays)
-    for kind, each in zip(aux.kinds, aux.treedef.flatten_up_to(of_piece), strict=True):
-        if kind == "examples" and each.shape[0] != examples:
-            raise ValueError(
-                f"aux: {describe(each)} has as many rows as the batch has examples, but not one row for each example: "
-                f"for {examples} examples it also has {each.shape[0]} rows. Add a leading axis over the examples, or "
-                "return sums of it as pairs (sum, weight)"
-            )
-
-
-def check_rows(outputs: PyTree, arrays: Sequence[Any]) -> None:
-    """Checks that outputs have a row for each example that a device was given."""
-    examples = examples_of(arrays)
-    for path, each in jtu.tree_flatten_with_path(outputs)[0]:
-        if not is_array(each) or each.shape[:1] != (examples,):
-            raise ValueError(
-                f"outputs{jtu.keystr(path)}: expected an array with one row for each of the {examples} examples that "
-                f"it was given, since a device has only these, got {describe(each)}; compute results of all examples "
-                "in the loss"
-            )
+def _named(path: tuple[Any, ...]) -> str:
+    return f"batch{jtu.keystr(path)}" if path else "the batch"

@@ -1,97 +1,151 @@
 """Where the parameters of a layout lie on a mesh, in the form of a plan; shared by plans and steps."""
 
-import copy
+import collections
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._forms.block import Block
-from .._forms.form import Form, stacked_leaves
-from .._forms.makers import stacks_in_groups, tree_of, vector_of
+from .._forms.form import Form, Stacks, stacked_leaves
+from .._forms.makers import stacks_of, tree_of, vector_of
 from .._forms.restructure import Restructure, restructure_over
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
 from .._tree.tables import Table
+from .._tree.text import describe
 from .._tree.types import PyTree
 from ._frozen import Frozen, frozen_sources
-from ._joined import join_over
 from ._owners import entries_of
-from ._put import put_leaf
+from ._put import join_over, put_leaf
 from ._specs import (
     Axes,
     FormName,
-    Lying,
+    Matched,
+    Place,
+    Rule,
     Rules,
-    as_text,
     check_rules,
-    devices_by,
+    checked,
     group_of,
-    is_spec,
     matches,
+    misfit_in_words,
     names_of,
+    refuse,
     spec_of,
-    specs_of,
 )
 
 T = TypeVar("T")
-Maker = Callable[[Layout, Mapping[str, Sequence[int]], int], Form]
-"""Makes the form of a layout, from groups of slots that lie alike.
-
-The length of joined arrays is a multiple of the last argument.
-"""
+_ALIGNED = 128  # a vector has the same length over 1, 2, ..., 128 devices
 
 
-def _stacks(layout: Layout, groups: Mapping[str, Sequence[int]], multiple: int) -> Form:
-    return stacks_in_groups(layout, groups if len(groups) > 1 else {None: range(len(layout.slots))})
+class _Laid(NamedTuple):
+    """A form, and where its arrays and its slots lie."""
+
+    form: Form
+    specs: list[PartitionSpec]  # of each block, between steps
+    slots: list[Place]  # of each slot as an array by itself
+    in_update: tuple[Form, list[PartitionSpec]]  # the form while the rule runs, and the spec of each block
 
 
-MAKERS: dict[str, Maker] = {
-    "tree": lambda layout, groups, multiple: tree_of(layout),
-    "vector": lambda layout, groups, multiple: vector_of(layout, pad_to=multiple),
-    "stacks": _stacks,
+MAKERS: dict[str, Callable[[Layout, int], Form]] = {
+    "tree": lambda layout, multiple: tree_of(layout),
+    "vector": lambda layout, multiple: vector_of(layout, pad_to=multiple),
 }
-"""The makers by the names that users write. No other code depends on which form it is."""
+"""Makers of forms without rows, by the names that users write; vectors are padded to a multiple of a number."""
 
-_ALIGNED = 128  # the same length over 1, 2, ..., 128 devices, so that others can read a file that some saved
+
+def _in_blocks(name: str, layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
+    rules = [rule for _, rule in matched]
+    names = {each for rule in rules for each in (axes.split if rule == "split" else names_of(rule))}
+    form = MAKERS[name](layout, math.lcm(_ALIGNED, axes.along(sorted(names))))
+    specs, slots, wrong = list[PartitionSpec](), [Place()] * len(rules), list[str]()
+    for block, members in zip(form.blocks, form.members, strict=True):
+        rule = _one_rule([(layout.slots[slot].path, rules[slot]) for slot in members])
+        problem, place = checked(block.shape, rule, axes, None, name)
+        specs.append(place.spec)
+        who = None if block.length is None else f"the {name} ({describe(block)})"
+        for slot in members:
+            slots[slot] = place
+            wrong += [misfit_in_words(layout.slots[slot], matched[slot][0], problem, who)] if problem else []
+    refuse(wrong)
+    return _Laid(form, specs, slots, (form, specs))
+
+
+def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
+    """Returns the rule that all members of one array share, from the path and rule of each."""
+    path, rule = members[0] if members else ("", "whole")
+    other = next((each for each in members if group_of(each[1]) != group_of(rule)), None)
+    if other is not None:
+        raise ValueError(
+            f"all parts of a vector need the same rule, but {path!r} has {rule!r} and {other[0]!r} has {other[1]!r}; "
+            'give all of them one rule, or use form="stacks"'
+        )
+    return rule
+
+
+def _in_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
+    keys = [slot.key for slot in layout.slots]
+    owned = collections.Counter(key for key, (_, rule) in zip(keys, matched, strict=True) if rule == "owned")
+    found = [
+        checked(slot.shape, rule, axes, owned[slot.key], "stacks")
+        for slot, (_, rule) in zip(layout.slots, matched, strict=True)
+    ]
+    triples = zip(layout.slots, matched, found, strict=True)
+    refuse([misfit_in_words(slot, where, problem) for slot, (where, _), (problem, _) in triples if problem])
+    places = [place for _, place in found]
+    # One array lies in one way. So rows of one shape are one stack if they rest alike, whichever rules say so, and on
+    # one device all do.
+    of_key: dict[str, dict[str, list[int]]] = {}
+    for slot, (key, place) in enumerate(zip(keys, places, strict=True)):
+        at_rest = place._replace(is_lent=False).in_words(axes) if place.devices(axes) > 1 else "whole"
+        of_key.setdefault(key, {}).setdefault(at_rest, []).append(slot)
+    tree = Stacks({
+        key if len(parts) == 1 else f"{key} {words}": rows
+        for key, parts in of_key.items()
+        for words, rows in parts.items()
+    })
+    members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
+    first = [layout.slots[rows[0]] for rows in members]
+    blocks = [Block.rows(slot.shape, slot.dtype, len(rows)) for slot, rows in zip(first, members, strict=True)]
+    form = Form(treedef, tuple(blocks), tuple(map(tuple, members)), layout.paths, "the stacks of the plan")
+    of_blocks = [max([places[slot] for slot in rows], key=lambda place: place.is_lent) for rows in members]
+    specs, in_update = ([place.of_stack(axes, which) for place in of_blocks] for which in (False, True))
+    # Devices that own rows have equally many while the rule runs. The rows that are missing are zeros.
+    longer = [
+        dataclasses.replace(block, length=-(-len(block.shapes) // axes.devices) * axes.devices)
+        if place.is_lent
+        else block
+        for block, place in zip(blocks, of_blocks, strict=True)
+    ]
+    return _Laid(form, specs, places, (dataclasses.replace(form, blocks=tuple(longer)), in_update))
 
 
 class Placement:
     """Where each parameter lies: a form, and a spec for each of its blocks. Static."""
 
     def __init__(self, layout: Layout, axes: Axes, rules: Rules, name: FormName) -> None:
-        if name not in MAKERS:
-            *others, last = map('"{}"'.format, MAKERS)
+        if name not in (*MAKERS, "stacks"):
+            *others, last = map('"{}"'.format, dict.fromkeys(["tree", "vector", "stacks", *MAKERS]))
             raise ValueError(f"form must be {', '.join(others)} or {last}, got {name!r}")
         check_rules(rules, axes)
         index = index_of(layout)
         by_leaf = matches(index, rules, frozen_sources(index))
-        matched = [by_leaf[leaf] for leaf in index.positions]
-        groups: dict[str, list[int]] = {group_of(rule): [] for rule in rules.values()}
-        for slot, (_, rule) in enumerate(matched):
-            groups[group_of(rule)].append(slot)
-        # A vector is padded so that all of its devices have equal shares of it; more than that, to the same length for
-        # any usual number of devices, or a file of 8 devices would not fit 16.
-        multiple = math.lcm(_ALIGNED, devices_by([rule for _, rule in matched], axes))
         self.layout = layout
         self.axes = axes
         self.name: FormName = name  # of the form, as users call it
-        self.form = MAKERS[name](layout, groups, multiple)
-        self.specs = specs_of(self.form, layout.slots, matched, axes, name)  # of each block
+        make = _in_stacks if name == "stacks" else functools.partial(_in_blocks, name)
+        found = make(layout, [by_leaf[leaf] for leaf in index.positions], axes)
+        self.form, self.specs, self._slots, self.in_update = found
         self.frozen = Frozen(index, by_leaf, axes, name)
-
-    def over(self, mesh: Mesh | AbstractMesh) -> "Placement":
-        """Returns the same placement over a mesh of other devices with the same axes."""
-        other = copy.copy(self)
-        other.axes = self.axes._replace(mesh=mesh)
-        return other
 
     # -- Shardings
 
@@ -115,8 +169,9 @@ class Placement:
 
     @property
     def of_slots(self) -> list[NamedSharding]:
-        """The sharding of each slot as a separate array."""
-        return [self.sharding(each.spec) for _, each in self.rows]
+        """The sharding of each slot as a separate array. A span of a vector is whole, and so is a row that is owned."""
+        spans = {slot for i, members in enumerate(self.form.members) for slot in members if self.vectors[i]}
+        return [self.whole if n in spans else self.sharding(place.spec) for n, place in enumerate(self._slots)]
 
     # -- Trees
 
@@ -124,6 +179,17 @@ class Placement:
     def stacked(self) -> list[bool]:
         """Whether each block is a stack."""
         return stacked_leaves(self.form.shapes())
+
+    @functools.cached_property
+    def vectors(self) -> list[bool]:
+        """Whether each block is a vector of several slots."""
+        pairs = zip(self.form.blocks, self.stacked, strict=True)
+        return [block.length is not None and not is_stack for block, is_stack in pairs]
+
+    @property
+    def in_files(self) -> Form:
+        """The form that does not depend on rules and devices."""
+        return stacks_of(self.layout) if self.name == "stacks" else MAKERS[self.name](self.layout, _ALIGNED)
 
     def tree(self, leaves: Sequence[Any]) -> PyTree:
         """Returns the tree of the parameters with these leaves."""
@@ -140,6 +206,13 @@ class Placement:
         shardings = [self.sharding(spec_of(each)) for each in entries]
         return treedef.unflatten(list(map(put_leaf, start, shardings)))
 
+    def made_in_update(self, make: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
+        """Returns the tree that `make` makes of the parameters while the rule runs: its shapes and its specs."""
+        form, specs = self.in_update
+        start = jax.eval_shape(make, form.shapes())
+        entries = entries_of(make, form, specs, start)
+        return start, jtu.tree_unflatten(jtu.tree_structure(start), list(map(spec_of, entries)))
+
     def laid(self, slots: Sequence[Any]) -> PyTree:
         """Returns the parameters from one array for each slot, in new buffers; from shapes, as shapes."""
         if any(isinstance(slot, jax.ShapeDtypeStruct) for slot in slots):
@@ -152,19 +225,17 @@ class Placement:
         is_own = [block.length is not None for block in self.form.blocks]
         return self.tree(list(map(put_leaf, leaves, shardings, is_own)))
 
-    def slots_of(self, params: PyTree) -> list[Any]:
-        """Returns one array for each slot."""
-        return self.form.read(params)
-
     def check(self, params: PyTree) -> None:
         """Checks that parameters have the form of this plan."""
         expected, got = (described(tree, _shape_of) for tree in (self.form.shapes(), params))
-        if expected != got:
-            wrong = next((pair for pair in got if pair not in expected), None) or "nothing more"
-            raise ValueError(
-                f"expected parameters that init or plan.ravel returned, a {self.name} of {len(expected)} arrays, the "
-                f"first {expected[0] if expected else None}; got {len(got)} arrays, including {wrong}"
-            )
+        if expected == got:
+            return
+        wrong = next((f"{path} ({what})" for path, what in got if (path, what) not in expected), "nothing else")
+        raise ValueError(
+            f"expected the parameters in their form, a {self.name} of {len(expected)} arrays; got {describe(params)} "
+            f"of {len(got)} arrays, among them {wrong}. Pass those that init, the last step or plan.ravel(model) "
+            "returned; a model has another form: params, state = init(model)"
+        )
 
     # -- The rest of a model
 
@@ -174,49 +245,30 @@ class Placement:
         shardings = map(self.sharding, specs)
         return with_kept_arrays(rest, list(map(put_leaf, kept_arrays(rest).values(), shardings)))
 
-    def rest_specs(self, rest: Rest[Any] | Restructure[Any]) -> Any:
-        """Returns the specs of the arrays that the state of a step holds, as a tree like it."""
-        return self.frozen.specs(rest)
-
-    @functools.cached_property
-    def has_restructure(self) -> bool:
-        """Whether a `Restructure` leads back to the model; from a canonical tree, `tp.combine` does."""
-        return self.form != tree_of(self.layout)
-
     def restructure(self, rest: Rest[Any]) -> Restructure[Any]:
         """Returns the `Restructure` over the mesh, from a `Rest` that lies anywhere or from its shapes."""
         make = functools.partial(restructure_over, form=self.form, groups=self.frozen.groups_of(rest))
         is_of_shapes = any(isinstance(array, jax.ShapeDtypeStruct) for array in kept_arrays(rest).values())
         # Arrays are laid over the devices one by one, and are stacked there: so none ever has all of them.
-        rest, specs = self.frozen.on_the_way(rest)
-        made = jax.eval_shape(make, rest) if is_of_shapes else make(self.put_rest(rest, specs))
+        made = jax.eval_shape(make, rest) if is_of_shapes else make(self.put_rest(rest))
         leaves, treedef = jtu.tree_flatten(made)
-        shardings = map(self.sharding, jtu.tree_leaves(self.rest_specs(made), is_leaf=is_spec))
-        # In buffers of their own already.
-        return treedef.unflatten([put_leaf(leaf, to, is_own=True) for leaf, to in zip(leaves, shardings, strict=True)])
+        specs = jtu.tree_leaves(self.frozen.specs(made), is_leaf=lambda node: isinstance(node, PartitionSpec))
+        pairs = zip(leaves, map(self.sharding, specs), strict=True)
+        return treedef.unflatten([put_leaf(leaf, to, is_own=True) for leaf, to in pairs])
 
     # -- In words
 
-    @functools.cached_property
-    def rows(self) -> list[tuple[Slot, Lying]]:
-        """Each slot, and how it lies."""
-        of_blocks = list(map(self._lying, self.form.blocks, self.specs, self.stacked))
-        return [(slot, of_blocks[self.form.locations[n][0]]) for n, slot in enumerate(self.layout.slots)]
-
-    def _lying(self, block: Block, spec: PartitionSpec, is_stack: bool) -> Lying:
-        """Describes how each slot in a block lies."""
-        first, *of_row = [*spec, None]
-        is_owned = is_stack and first is not None
-        own = spec_of(of_row) if is_stack else spec
-        words = f"whole rows over {first!r}" if is_owned else as_text(own) if names_of(spec) else "whole"
-        # In a vector it has none of its axes.
-        is_vector = block.length is not None and not is_stack
-        return Lying(PartitionSpec() if is_vector else own, words, self.axes.devices_along(names_of(spec)), is_owned)
+    @property
+    def rows(self) -> list[tuple[Slot, Place, str]]:
+        """Each parameter, trained or frozen, with its place, also in words."""
+        trained = [(slot, place, "") for slot, place in zip(self.layout.slots, self._slots, strict=True)]
+        frozen = [(slot, place, ", frozen") for slot, place in self.frozen.rows]
+        return [(slot, place, place.in_words(self.axes) + mark) for slot, place, mark in (*trained, *frozen)]
 
     @property
     def replicated(self) -> dict[str, int]:
         """The bytes of each parameter, trained or frozen, that is whole on each device, by path; the largest first."""
-        found = {slot.path: _bytes(slot) for slot, each in (*self.rows, *self.frozen.rows) if each.devices == 1}
+        found = {slot.path: _bytes(slot) for slot, place, _ in self.rows if place.devices(self.axes) == 1}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def in_words(self) -> str:
@@ -226,24 +278,20 @@ class Placement:
 
     def blocks(self) -> tuple[Table, *tuple[str, ...]]:
         """Returns the plan as a table and the lines below it."""
-        cells = [
-            [slot.path, slot.key, each.words + mark, f"{_bytes_of_one(slot, each):,}"]
-            for rows, mark in ((self.rows, ""), (self.frozen.rows, ", frozen"))
-            for slot, each in rows
-        ]
+        each = [(slot, -(-_bytes(slot) // place.devices(self.axes)), words) for slot, place, words in self.rows]
+        cells = [[slot.path, slot.key, words, f"{size:,}"] for slot, size, words in each]
         table = Table(["path", "key", "lies", "bytes per device"], cells, right=[3])
         shapes = jtu.tree_leaves(self.form.shapes())
-        total = sum(map(_bytes, shapes))
-        counts = map(self.axes.devices_along, map(names_of, self.specs))
+        counts = map(self.axes.along, map(names_of, self.specs))
         local = sum(_bytes(each) // count for each, count in zip(shapes, counts, strict=True))
+        local += sum(size for _, size, _ in each[len(self.layout.slots) :])
         frozen = sum(_bytes(slot) for slot, _ in self.frozen.rows)
-        local += sum(_bytes_of_one(slot, each) for slot, each in self.frozen.rows)
-        pairs = zip(self.form.blocks, self.stacked, strict=True)
-        lengths = [block.length for block, is_stack in pairs if block.length is not None and not is_stack]
+        total = sum(map(_bytes, shapes)) + frozen
+        lengths = [block.size for block, is_vector in zip(self.form.blocks, self.vectors, strict=True) if is_vector]
         padding = f", padded to {sum(lengths):,} elements" if lengths else ""
         mesh = ", ".join(f"{name!r}: {size}" for name, size in self.axes.mesh.shape.items())
         of_these = f" ({frozen:,} frozen)" if frozen else ""
-        lines = [f"{self.name}{padding} over ({mesh}): {total + frozen:,} bytes{of_these}, {local:,} on each device"]
+        lines = [f"{self.name}{padding} over ({mesh}): {total:,} bytes{of_these}, {local:,} on each device"]
         if self.replicated:
             path, size = next(iter(self.replicated.items()))
             lines.append(f"whole on each device: {len(self.replicated)}, the largest {path!r} of {size:,} bytes")
@@ -258,11 +306,6 @@ def described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:
 def _shape_of(leaf: object) -> tuple[int, ...] | str:
     shape = getattr(leaf, "shape", None)
     return type(leaf).__name__ if shape is None else tuple(shape)
-
-
-def _bytes_of_one(slot: Slot, lying: Lying) -> int:
-    """Returns the bytes of a parameter on a device that has a part of it."""
-    return -(-_bytes(slot) // lying.devices)
 
 
 def _bytes(array: Slot | jax.ShapeDtypeStruct) -> int:

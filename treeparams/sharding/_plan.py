@@ -1,8 +1,9 @@
 """plan: where each parameter of a model and each array of the optimiser's state lies on a mesh, and in which form."""
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -17,15 +18,51 @@ from .._slots.layout import Layout
 from .._slots.parts import Rest, kept_arrays, put_together, take_apart
 from .._tree.lost_ties import keep_apart
 from .._tree.tables import as_html, as_text
+from .._tree.text import describe, quoted
 from .._tree.types import PyTree
-from ._check import check_layout
 from ._placement import Placement
-from ._processes.patience import Watched
 from ._put import put_leaf
 from ._specs import AxisNames, FormName, Rules, axes_of
 from ._update import Average, Update, ema_maker, sharding_of
 
 M = TypeVar("M")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepState:
+    """Everything that `sharding.make_step` keeps beside the parameters, as a pytree.
+
+    Attributes:
+        rule: the state of the optimiser, as Optax returns it.
+        average: the `tp.Ema` of the parameters, in their form, or `None`. `plan.model(state.average.average, state)` is
+            the averaged model.
+        rest: the model without its trained parameters.
+        layout: a zero, stored under the digest of the plan's layout. It identifies the parameters that the state
+            belongs to, so the step, `treeparams.saving` and Orbax reject a state of other parameters, even if a padded
+            vector has the same length.
+        model_state: the state that the model changes, such as running statistics. `None` without `has_state=True`.
+    """
+
+    rule: Any
+    average: Any
+    rest: Any
+    layout: dict[str, Any]
+    model_state: Any = None
+
+
+StepState.__module__ = "treeparams.sharding"
+jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout", "model_state"], [])
+
+
+def check_layout(placement: Placement, said: Mapping[str, Any]) -> None:
+    """Checks that a state belongs to the layout of a plan; `said` is its `StepState.layout`."""
+    digest = placement.layout.digest
+    if said.keys() != {digest}:
+        raise ValueError(
+            f"the state belongs to another layout: its digest is {quoted([*said]) or 'missing'}, the plan's is "
+            f"{digest!r}. The layouts differ in paths, shapes, dtypes, trained parameters or ties, so values would go "
+            "to the wrong parameters. Make the plan from the model of the state, or start with init(model)"
+        )
 
 
 class Plan:
@@ -144,6 +181,11 @@ class Plan:
                 and you gave no state.
         """
         if state is not None:
+            if not isinstance(state, StepState):
+                raise TypeError(
+                    f"expected the state that init or the last step returned, got {describe(state)}. Write "
+                    "plan.model(params, state)"
+                )
             check_layout(self._placement, state.layout)
         rest = self._rest if state is None else state.rest
         if isinstance(rest, Restructure):
@@ -165,8 +207,7 @@ class Plan:
         """The compiled functions from parameters to slots, sharded as planned (`False`) or whole (`True`)."""
         placement = self._placement
         to = {False: placement.of_slots, True: [placement.whole] * len(self.layout.slots)}
-        programs = {whole: jax.jit(automatic(placement.slots_of, each, self.mesh)) for whole, each in to.items()}
-        return {whole: Watched(each, "plan.model, call", counts_first=True) for whole, each in programs.items()}
+        return {whole: jax.jit(automatic(placement.form.read, each, self.mesh)) for whole, each in to.items()}
 
     def put(self, model: M) -> M:
         """Places a model on the mesh.
@@ -234,13 +275,14 @@ def plan(
         model: a model, a model of `jax.ShapeDtypeStruct`s, or a `Layout`. No values are read.
         mesh: a `jax.sharding.Mesh`, or an `AbstractMesh` to look at a plan. `None` means a mesh of JAX's default device
             alone, with the axis `"data"`.
-        rules: a dictionary `{where: rule}`; `None` means `{"**": "whole"}`. Each parameter follows the first rule that
-            selects it. A rule for which earlier rules left no parameter is an error. The rules are:
+        rules: a dictionary `{where: rule}`; `None` leaves all parameters whole on each device. Each parameter follows
+            the first rule that selects it. A rule for which earlier rules left no parameter is an error. The rules are:
 
             - `"split"`: splits a leaf over `axis`, along its first dimension that the number of devices divides. A
               vector is padded and split into equal parts.
             - `"owned"`: gives each device whole rows of a stack, as optimisers for matrices need (Muon, Adafactor,
-              LAMB).
+              LAMB). If the devices do not divide the rows, they are split or whole between steps, and go to their
+              owners for the update. A leaf that is alone in its stack, or frozen, is split or whole.
             - `"whole"`: keeps the whole parameter on each device.
             - a `PartitionSpec` for the dimensions of the leaf. Mesh axes that are not batch axes are left to XLA
               (tensor parallelism).
@@ -251,9 +293,9 @@ def plan(
             those that no rule selects are whole. Integers, keys and buffers, such as running statistics, are always
             whole.
         form: the form in which the parameters are kept between steps: `"tree"` (as `tp.partition` returns), `"vector"`
-            (`tp.ravel`) or `"stacks"` (`tp.stack`). Stacks with different shardings are in groups named after their
-            rules, `{"owned": {key: array}, "whole": {...}}`. The form does not depend on the number of devices (a
-            vector is padded to a multiple of 128), so a file saved on some devices can be read on others.
+            (`tp.ravel`) or `"stacks"` (`tp.stack`). The keys of stacks are those of `tp.stack`; rows of one shape that
+            rules place differently are two stacks, `"float32[4,4] whole"` beside `"float32[4,4] P('data')"`. A vector
+            is padded to a multiple of 128. See `Step.to_file` for files that other devices read.
         axis: the mesh axis, or a tuple of mesh axes, that parameters are split over. `None` means `batch_axis`, or the
             only axis of the mesh.
         batch_axis: the mesh axis or axes that the batch is split over. `None` means `axis`.
@@ -272,9 +314,10 @@ def plan(
     layout = model if rest is None else rest.layout
     is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(model))
     placement = Placement(layout, axes, {"**": "whole"} if rules is None else rules, form)
-    return Plan(placement, rest, (_OF_SHAPES,) * is_of_shapes)
+    return Plan(placement, rest, (_NO_RULES,) * (rules is None) + (_OF_SHAPES,) * is_of_shapes)
 
 
+_NO_RULES = 'no rules were given, so all parameters are whole on each device; write {"**": "split"} to divide them'
 _OF_SHAPES = "made from shapes, which do not show ties; name them, tp.layout(shapes, ties={alias: path})"
 
 

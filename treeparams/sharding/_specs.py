@@ -1,4 +1,4 @@
-"""From rules over paths to the sharding of each parameter, checked against its shape and the mesh."""
+"""From rules over paths to the place of each parameter, checked against its shape and the mesh."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from .._forms.form import Form, stacked_leaves
 from .._slots.index import Index, Slot
 from .._slots.rules import first_entries
 from .._slots.where import Where, name_of
@@ -31,9 +30,9 @@ class Axes(NamedTuple):
     @property
     def devices(self) -> int:
         """The number of devices that parameters are split over."""
-        return self.devices_along(self.split)
+        return self.along(self.split)
 
-    def devices_along(self, names: Sequence[str]) -> int:
+    def along(self, names: Sequence[str]) -> int:
         """Returns the number of devices along the given axes."""
         return math.prod(self.mesh.shape[name] for name in names)
 
@@ -42,18 +41,34 @@ class Axes(NamedTuple):
         """The axes that parameters are split over, as an entry of a `PartitionSpec`."""
         return self.split[0] if len(self.split) == 1 else self.split
 
-    def by_hand(self, spec: PartitionSpec) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Returns the axes of an array that are split along the batch, each with its axes of the mesh.
+    def gathered(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of an array while a loss reads it: whole along the batch, and else as it is."""
+        kept = [None if {*names_in(entry)} & {*self.batch} else entry for entry in spec]
+        return spec_of(kept)
 
-        These are gathered explicitly. Splits along other axes of the mesh are left to XLA.
-        """
-        entries = enumerate(map(names_in, spec))
-        return tuple([(dim, names) for dim, names in entries if names and names[0] in self.batch])
 
-    def along_batch(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns a spec without its entries that are not along the batch axes."""
-        by_hand = {dim for dim, _ in self.by_hand(spec)}
-        return PartitionSpec(*[entry if dim in by_hand else None for dim, entry in enumerate(spec)])
+class Place(NamedTuple):
+    """Where an array rests, and whether devices own its rows."""
+
+    spec: PartitionSpec = PartitionSpec()  # of its own axes; of a row without the axis over the rows
+    is_owned: bool = False  # each row rests on one device
+    is_lent: bool = False  # each row goes to one device for the update, since devices cannot share them at rest
+
+    def of_stack(self, axes: Axes, in_update: bool = False) -> PartitionSpec:
+        """Returns the spec of a stack of such rows."""
+        if in_update and self.is_lent:
+            return PartitionSpec(axes.split_entry)
+        return spec_of([axes.split_entry if self.is_owned else None, *self.spec])
+
+    def in_words(self, axes: Axes) -> str:
+        """Describes the place."""
+        words = as_text(self.spec) if names_of(self.spec) else "whole"
+        rows = f"whole rows over {axes.split_entry!r}"
+        return rows if self.is_owned else f"{words}, {rows} in the update" if self.is_lent else words
+
+    def devices(self, axes: Axes) -> int:
+        """Returns the number of devices that share one such array."""
+        return axes.along([*names_of(self.spec), *(axes.split if self.is_owned else ())])
 
 
 def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -> Axes:
@@ -64,12 +79,10 @@ def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -
     for name, value in given.items():
         if not (value is None or isinstance(value, str) or all(isinstance(each, str) for each in _sequence(value))):
             raise TypeError(f"{name} must be the name of an axis of the mesh, or a tuple of names, got {value!r}")
-    found = {name: names_in(value) for name, value in given.items()}
-    for name, names in found.items():
-        unknown = [each for each in names if each not in mesh.axis_names]
+        unknown = [each for each in names_in(value) if each not in mesh.axis_names]
         if unknown:
             raise ValueError(f"{name}: the mesh has no axis {unknown[0]!r}; its axes are {quoted(mesh.axis_names)}")
-    split, batch = found["axis"], found["batch_axis"]
+    split, batch = names_in(axis), names_in(batch_axis)
     if not split and not batch:
         if len(mesh.axis_names) > 1:
             raise ValueError(
@@ -117,9 +130,9 @@ def names_in(entry: AxisNames) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def names_of(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes of the mesh in all entries of a `PartitionSpec`."""
-    return tuple([name for entry in spec for name in names_in(entry)])
+def names_of(spec: Rule) -> tuple[str, ...]:
+    """Returns the axes of the mesh in all entries of a `PartitionSpec`; a word names none."""
+    return () if isinstance(spec, str) else tuple([name for entry in spec for name in names_in(entry)])
 
 
 def check_rules(rules: Rules, axes: Axes) -> None:
@@ -153,15 +166,6 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
             yield f"axis {dim} is split along the batch and along another axis of the mesh at once"
 
 
-class Lying(NamedTuple):
-    """How one parameter is sharded."""
-
-    spec: PartitionSpec  # of its own axes
-    words: str
-    devices: int  # over which it is split
-    is_owned: bool  # whether it is a row that is whole on some device
-
-
 def matches(index: Index, rules: Rules, frozen: frozenset[int]) -> dict[int, Matched]:
     """Returns the rule of each leaf that a rule selects, with its `where`. Each slot must be selected.
 
@@ -178,36 +182,6 @@ def matches(index: Index, rules: Rules, frozen: frozenset[int]) -> dict[int, Mat
     return {leaf: items[number] for leaf, number in found.items()}
 
 
-def devices_by(rules: Sequence[Rule], axes: Axes) -> int:
-    """Returns the number of devices that these rules split over, along all axes of the mesh that they name."""
-    words = {"split": axes.split, "owned": axes.split, "whole": ()}
-    names = {name for rule in rules for name in (words[rule] if isinstance(rule, str) else names_of(rule))}
-    return axes.devices_along(sorted(names))
-
-
-def specs_of(
-    form: Form, slots: Sequence[Slot], matched: Sequence[Matched], axes: Axes, name: str
-) -> list[PartitionSpec]:
-    """Returns the spec of each block of a form, by the rules of its slots; `name` is the form, as users call it."""
-    specs, wrong = list[PartitionSpec](), dict[int, str]()
-    for block, members, is_stack in zip(form.blocks, form.members, stacked_leaves(form.shapes()), strict=True):
-        rule = _one_rule([(slots[slot].path, matched[slot][1]) for slot in members])
-        rows = block.length if is_stack else None
-        problem, spec = checked(block.shape[is_stack:], rule, axes, rows, name)
-        specs.append(stack_spec(spec, rule == "owned", axes) if is_stack else spec)
-        is_vector = block.length is not None and not is_stack
-        for slot in members if problem else ():
-            who = f"the {name} ({describe(block)})" if is_vector else None
-            wrong[slot] = misfit_in_words(slots[slot], matched[slot][0], problem, who)
-    refuse([wrong[slot] for slot in sorted(wrong)])
-    return specs
-
-
-def stack_spec(row: PartitionSpec, is_owned: bool, axes: Axes) -> PartitionSpec:
-    """Returns the spec of a stack from that of its rows."""
-    return spec_of([axes.split_entry if is_owned else None, *row])
-
-
 def misfit_in_words(slot: Slot, where: Where, problem: str, who: str | None = None) -> str:
     """Returns a line about a parameter, or the array that it is in, that its rule does not fit."""
     return f"{who or f'{slot.path!r} ({describe(slot)})'}, by {name_of(where)}: {problem}"
@@ -219,67 +193,54 @@ def refuse(wrong: Sequence[str]) -> None:
         raise ValueError(f"some parameters do not fit their rules:\n{first_lines(dict.fromkeys(wrong))}")
 
 
-def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
-    """Returns the rule that all members of one array share, from the path and rule of each."""
-    rule = members[0][1] if members else "whole"
-    other = next((each for each in members if group_of(each[1]) != group_of(rule)), None)
-    if other is not None:
-        raise ValueError(
-            f"all parts of a vector need the same rule, but {members[0][0]!r} has {rule!r} and {other[0]!r} has "
-            f'{other[1]!r}; give all of them one rule, or use form="stacks"'
-        )
-    return rule
+def checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, Place]:
+    """Returns the problem of a rule for an array, if there is one, and the place that it gives.
 
-
-def checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, PartitionSpec]:
-    """Returns the problem of a rule for an array, or for one of `rows` rows of a stack, and the spec."""
-    whole, devices, size = PartitionSpec(), axes.devices, math.prod(shape)
+    Args:
+        shape: the shape of the array, or of the row of a stack.
+        rule: the rule.
+        axes: the axes of the mesh.
+        rows: how many rows of its shape devices are to own; `None` if it is no row of a stack.
+        name: the form, as users call it.
+    """
+    size, divided = math.prod(shape), first_divided(shape, axes.devices)
+    split = Place() if divided is None else Place(PartitionSpec(*[None] * divided, axes.split_entry))
     if isinstance(rule, PartitionSpec):
-        return _misfit(rule, shape, axes), rule if size else whole
-    divided = first_divided(shape, axes)
-    # A row that is owned lies whole on one device: the axis over the rows is split, which `specs_of` puts before this.
+        return _misfit(rule, shape, axes), Place(rule if size else PartitionSpec())
+    if rule == "owned" and rows is None:
+        return f'"owned" is for rows of stacks; write form="stacks", or "split" in a {name}', Place()
+    if rule == "whole" or not size or (axes.devices == 1 and rule == "owned"):
+        return "", Place()
+    if rule == "owned" and rows and rows % axes.devices == 0:
+        return "", Place(is_owned=True)
     if rule == "owned":
-        return _not_owned(rows, devices, divided is not None, name), whole
-    if rule == "whole" or not size:
-        return "", whole
+        return "", split._replace(is_lent=bool(rows and rows > 1))
     if divided is not None:
-        return "", divided
+        return "", split
     others = {each: axes.mesh.shape[each] for each in axes.mesh.axis_names if each not in axes.split}
     fitting = [each for each, size in others.items() if size > 1 and any(length % size == 0 for length in shape)]
-    remedies = ['"owned", whole rows of its stack'] if rows and rows % devices == 0 else []
-    remedies += [f"a split over another axis of the mesh, {fitting[0]!r}"] if fitting else []
-    return f"none of its axes is a multiple of {devices}; write " + ", or ".join([*remedies, '"whole"']), whole
+    remedies = [f"a split over another axis of the mesh, {fitting[0]!r}"] if fitting else []
+    problem = f"none of its axes is a multiple of {axes.devices}; write " + ", or ".join([*remedies, '"whole"'])
+    return problem, Place()
 
 
-def first_divided(shape: tuple[int, ...], axes: Axes) -> PartitionSpec | None:
-    """Returns the spec that splits an array along its first axis that can be divided, or `None`."""
-    axis = next((axis for axis, each in enumerate(shape) if each % axes.devices == 0), None)
-    return None if axis is None else PartitionSpec(*[None] * axis, axes.split_entry)
-
-
-def _not_owned(rows: int | None, devices: int, can_split: bool, name: str) -> str:
-    """Returns why devices cannot own rows; an empty text if they can."""
-    if rows is None:
-        return f'"owned" is for rows of stacks; write form="stacks", or "split" in a {name}'
-    if rows % devices == 0:
-        return ""
-    instead = '"split", which divides each row, or "whole"' if can_split else '"whole"'
-    s = "s" if rows > 1 else ""
-    return f"{devices} devices cannot own the {rows} row{s} of its stack in equal parts; write {instead}"
+def first_divided(shape: Sequence[int], devices: int) -> int | None:
+    """Returns the first axis of an array that devices can share; `None` if there is none."""
+    return next((axis for axis, size in enumerate(shape) if size and size % devices == 0), None)
 
 
 def _misfit(spec: PartitionSpec, shape: tuple[int, ...], axes: Axes) -> str:
     """Returns why an array of this shape cannot be sharded by a spec; an empty text if it can."""
     if len(spec) > len(shape):
         return f"the spec has {len(spec)} entries, the array {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s"
-    for dim, devices in enumerate(map(axes.devices_along, map(names_in, spec))):
+    for dim, devices in enumerate(map(axes.along, map(names_in, spec))):
         if shape[dim] % devices:
             return f"its axis {dim} of size {shape[dim]} is no multiple of {devices}"
     return ""
 
 
 def group_of(rule: Rule) -> str:
-    """Returns the name of the group of parameters with this rule."""
+    """Returns a text that is equal for equal rules."""
     if isinstance(rule, str):
         return rule
     spec = spec_of([*rule])
@@ -291,11 +252,6 @@ def spec_of(entries: Sequence[Any]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return PartitionSpec(*entries)
-
-
-def is_spec(node: object) -> bool:
-    """Returns whether a node of a tree is a spec. Some versions of JAX do not treat specs as leaves."""
-    return isinstance(node, PartitionSpec)
 
 
 def as_text(spec: PartitionSpec) -> str:

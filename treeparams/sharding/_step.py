@@ -1,112 +1,113 @@
-"""make_step: compiles one training step over a mesh - gather, gradient, scatter, update - into one program."""
+"""make_step: one compiled program of value, gradient and update over a mesh."""
 
-import operator
-from collections.abc import Callable
-from typing import Any, Literal, SupportsIndex
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh
-from jax.typing import DTypeLike
+from jax.sharding import NamedSharding, PartitionSpec
 
+from .._forms.form import Form
+from .._forms.mesh import automatic, lay, mesh_within
+from .._forms.owners import divide
+from .._forms.restructure import Restructure
+from .._forms.states import Copies, entries_of, regroup
 from .._slots.layout import index_of
+from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
 from ..optim._scaled import check_names
-from ._call import Setup, Split
-from ._check import check_moves, check_over_form
+from ..optim._separability import check_form
+from ..optim._stacked import WITHIN
+from ._agree import agree, is_shared, surroundings_in_words, values_in_words
 from ._compute import Compute, ComputeDtype
-from ._loss import Loss, LossIs
-from ._plan import Plan, placement_of
-from ._processes.patience import Watched
-from ._program import Program, StepState
-from ._update import Average, Update
+from ._loss import Loss
+from ._placement import Placement, described
+from ._plan import Plan, StepState, check_layout, placement_of
+from ._put import put_leaf
+from ._update import Average, Update, sharding_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
+def _with_known_options(make: Callable[P, T]) -> Callable[P, T]:
+    """Answers an option that a function does not have by those that it has."""
+
+    @functools.wraps(make)
+    def called(*args: P.args, **options: P.kwargs) -> T:
+        known = inspect.signature(make).parameters
+        for name in options.keys() - known.keys():
+            raise TypeError(
+                f"sharding.make_step has no option {name!r}. A loss is a function of the whole batch, of which nothing "
+                f"is declared but {', '.join(each for each in known if known[each].kind == known[each].KEYWORD_ONLY)}"
+            )
+        return make(*args, **options)
+
+    return called
+
+
+@_with_known_options
 def make_step(
     loss: Callable[..., Any],
     tx: Any,
     plan: Plan,
     *,
-    loss_is: LossIs = None,
-    outputs: Callable[..., Any] | None = None,
     has_aux: bool = False,
     has_state: bool = False,
     loss_takes: Literal["model", "form"] = "model",
-    split: Split = "gradients",
     microbatches: SupportsIndex = 1,
     compute_dtype: ComputeDtype = None,
-    reduce_dtype: DTypeLike | None = None,
     average: Average | None = None,
 ) -> tuple[Callable[..., Any], "Step"]:
-    """Makes a training step that runs over the devices of a mesh as one compiled program, and its `init` function.
+    """Makes a training step over the devices of a mesh as one compiled program, and its `init` function.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from treeparams import sharding
     >>> model = {"w": jnp.ones((8, 2)), "b": jnp.zeros(2), "name": "linear"}
-    >>> plan = sharding.plan(model, jax.make_mesh((1,), ("data",)), {"**": "split"}, form="vector")
+    >>> plan = sharding.plan(model, jax.make_mesh((1,), ("data",)), {"**": "split"})
     >>> loss = lambda model, x, y: jnp.mean((x @ model["w"] + model["b"][None] - y) ** 2)
-    >>> init, step = sharding.make_step(loss, optax.sgd(0.1), plan, loss_is="mean")
+    >>> init, step = sharding.make_step(loss, optax.sgd(0.1), plan)
     >>> params, state = init(model)
     >>> params, state, value = step(params, state, jnp.ones((4, 8)), jnp.zeros((4, 2)))
-    >>> print(value, plan.model(params)["b"])
+    >>> print(value, plan.model(params, state)["b"])
     64.0 [-0.8 -0.8]
 
-    Each device holds its share of the parameters, the gradient and the optimiser's state, computes its part of the
-    gradient, and updates its own parameters. The results equal those of a single device up to rounding, for any loss.
-    The optimiser sees the whole parameters, sharded over the devices, so global norms and checks for non-finite numbers
-    are those of a single device; each costs one scalar of communication. To make sure that the update moves nothing
-    else, `make_step` compiles it and inspects the program, which takes about as long as compiling the step.
+    The step is one `jax.jit` of value, gradient and update over the whole batch. Parameters and the optimiser's state
+    rest as the plan says. XLA gathers each weight where the loss begins, and sums and divides each gradient as its
+    weight rests. So the numbers are those of one device up to rounding, for any loss: a mean, a masked mean, a
+    contrastive loss, batch statistics. The optimiser sees whole arrays that lie over the devices, so a norm of all
+    parameters is that of one device.
 
     Args:
-        loss: `loss(model, *batch)`, a function of the whole batch that returns a real scalar: a mean, a masked mean, a
-            contrastive loss. XLA divides it among the devices. Parameters are gathered by one collective for each
-            array, and gradients are summed on all devices, so a step moves 3 times the bytes of the parameters. A loss
-            that can be summed over examples moves only 2 times these bytes and works with any number of `microbatches`.
-            You can declare it in three ways. Return `(sum, weight)`, two numbers: both are summed over all devices and
-            pieces, then divided once. The weight depends on the examples alone, such as `len(x)` or the sum of a mask,
-            and not on the parameters. Or pass `loss_is`. Or pass `outputs`.
+        loss: `loss(model, *batch)`, a function of the whole batch that returns a real number.
         tx: an Optax optimiser for parameters in the plan's form: the canonical tree, one vector, or stacks.
         plan: the plan that `sharding.plan` returned.
-        loss_is: `"mean"` if the loss is a mean over examples, so that it equals the mean of the devices' means.
-        outputs: `outputs(model, *batch)`, which each device computes for its own examples. It returns arrays with a row
-            for each example. The loss is then `loss(outputs, *batch)`, of the outputs of all examples.
-        has_aux: whether the loss returns `(value, aux)`. The step then returns `(value, aux)` too. `aux` is a tree of
-            arrays. A tuple `(sum, weight)` of two numbers is summed over the batch and divided; its weight depends on
-            the examples alone, as above. A number is averaged if `loss_is="mean"`. An array with a row for each example
-            comes back whole, in order. If the loss sees the whole batch, you get other numbers and arrays as it
-            returned them.
+        has_aux: whether the loss returns `(value, aux)`. The step then returns `(value, aux)` too.
         has_state: whether the model has a state that the loss changes, such as the running statistics of BatchNorm
             (`eqx.nn.State`). The loss is then `loss(model, model_state, *batch)` and returns `(value, model_state)`, or
-            with `has_aux` `((value, aux), model_state)`. Such a loss sees all examples of a piece, over all devices,
-            and each piece passes the state on to the next. Pass the first state to `init`; the current one is
+            with `has_aux` `((value, aux), model_state)`. Pass the first state to `init`; the current one is
             `state.model_state`.
         loss_takes: `"form"` if the loss is `loss(params, restructure, *batch)`, where `params` are the vector or the
-            stacks and `restructure` is their `Restructure`. Inside it you can call
-            `restructure.scan(layer, x, params, "layers.*")` and `restructure.part(params, "head")`. For a plan with
-            `form="tree"`, the two arguments are the canonical tree and the `Rest`, for `tp.combine`.
-        split: which arrays are never whole on a device while a step runs (ZeRO 1, 2 and 3, arXiv 1910.02054). Between
-            steps the parameters lie as the plan says, whichever you choose.
-
-            - `"state"`: the optimiser's state. Parameters are gathered, and gradients are summed on each device.
-            - `"gradients"`: the gradients too; they are summed and divided in one collective. This moves the fewest
-              bytes.
-            - `"parameters"`: the parameters too. This needs stacks and a loss that accepts them. Each layer is gathered
-              when `restructure.scan` reaches it, and gathered and recomputed from its input in the backward pass. A
-              node that you get from `restructure.part` stays whole from there on. Owned rows are first divided among
-              all devices by one exchange. The loss gets the parameters as an object that only the restructure can open,
-              because a sum over them would be the sum over one device's share.
-        microbatches: the number of pieces that the batch is cut into and that the step computes one after another. Of n
-            pieces, piece k has the examples whose number is k modulo n. Gradients are reduced once for all pieces; with
-            split parameters or a state, once for each piece.
+            stacks and `restructure` is their `Restructure`; for a plan with `form="tree"`, they are the canonical tree
+            and the `Rest`, for `tp.combine`. With split stacks, no device ever holds the whole model: each node is
+            gathered where you ask for it, by `restructure.scan(layer, x, params, "layers.*")` or
+            `restructure.part(params, "head")`, and a layer of a scan is gathered and computed again in the backward
+            pass.
+        microbatches: the number k of pieces `x[i::k]` of the batch, which the step computes one after another. The
+            value is the mean of the loss over the pieces, on any number of devices. Entries of `aux` get a leading axis
+            of k. Each piece passes the model's state on to the next.
         compute_dtype: the dtype that parameters have within the loss, frozen ones included, such as `jnp.bfloat16`. Or
             a dictionary `{where: dtype}`, in which the first entry that selects a parameter counts:
-            `{"**.norm": jnp.float32, "**": jnp.bfloat16}`. Parameters are kept and updated in their own dtype. They are
-            cast before they are gathered, so fewer bytes are moved. Complex parameters and the batch are not cast.
-            `None`: no cast.
-        reduce_dtype: the dtype in which gradients are summed over devices. `None`: at least float32. If the loss sees
-            the whole batch, XLA sums gradients in the dtype that it computes in.
+            `{"**.norm": jnp.float32, "**": jnp.bfloat16}`. Parameters are kept and updated in their own dtype, and cast
+            before they are gathered. Gradients are cast to at least float32 before they are divided. Complex parameters
+            and the batch are not cast.
         average: the decay of a `tp.Ema` of the parameters, or a function that makes one, such as
             `functools.partial(tp.Ema, decay=0.99, warmup=True)`.
 
@@ -115,107 +116,227 @@ def make_step(
 
         `params, state = init(model)`, or `init(model, model_state)`, places the parameters of a model that fits the
         plan on the devices, in new buffers. For a model of `jax.ShapeDtypeStruct`s it returns shapes, for `step.lower`.
-        Several processes first compare their plans, the order of their devices, their package versions, the compiled
-        update and the initial values of the optimiser's state; with `init(model, check_values=True)` they also compare
-        the values of the model.
 
         `params, state, value = step(params, state, *batch)` donates `params` and `state`, so do not use them again.
-        `step.lower` is that of `jax.jit`. Arrays of the batch have the examples as their leading axis and are split
-        along `batch_axis`. A number applies to all examples. So does a PRNG key if the loss sees the whole batch;
-        otherwise give each example its own key, `jax.random.split(key, n)`. `state` is a `StepState`.
+        Arrays of the batch have the examples as their leading axis and are split along `batch_axis`. A number or a
+        typed PRNG key applies to all examples. `state` is a `StepState`.
+
+        Several processes compare plan, step and values before `init` and the first step.
 
     Raises:
         ValueError: `tx` is a transformation over whole models, gives another result for the plan's form than leaf by
-            leaf, or would move parameters between devices (an optimiser for matrices, over split leaves); or you chose
-            `split="parameters"` and the loss does not accept stacks. `init`: the model does not fit; or the processes
-            differ in something they compare. `step`: arrays of the batch have different numbers of examples, or a
-            number that the devices cannot share equally; you asked for `microbatches` of a loss that cannot be summed;
-            a weight depends on parameters, or is not a sum over examples; the devices would all draw random numbers
-            with the same key; or an entry of `aux` depends on the examples of one device.
-        TypeError: `plan` is not a plan; `average` does not make a `tp.Ema`; a dtype is not floating. `step`: the loss
-            does not return a real number.
+            leaf, or fails on it. `init`: the model does not fit; or the processes differ in something they compare.
+            `step`: arrays of the batch have different numbers of examples, or a number that the devices cannot share
+            equally.
+        TypeError: an argument is not what it should be; `average` does not make a `tp.Ema`; a dtype is not floating.
+            `step`: the loss does not take the batch, or does not return a real number.
     """
-    _check_options(plan, split, loss_takes)
-    of_loss = _loss_of(loss, loss_is, outputs, loss_takes, has_aux, has_state)
+    _check_options(loss, tx, plan, {"has_aux": has_aux, "has_state": has_state}, loss_takes)
     placement = placement_of(plan)
-    compute = Compute.of(placement.layout, placement.form, compute_dtype, reduce_dtype)
-    update = Update.of(tx, placement.layout, placement.form, average)
+    compute = Compute.of(placement.layout, placement.form, compute_dtype)
+    update = Update.of(tx, placement.layout, placement.in_update[0], average)
     pieces = count_of("microbatches", microbatches, "pieces")
-    check_over_form(placement, update.rule)
+    instead = WITHIN if any(placement.stacked) else 'use form="stacks" with optim.per_leaf, or form="tree"'
+    check_form(update.rule, placement.form, ("sharding.make_step", instead), {})
     kept = placement.made(update.start)
     check_names(kept[0], index_of(placement.layout))
-    check_moves(placement, update, kept)
-    program = Program(placement, Setup(placement, of_loss, split, pieces, compute), update, kept)
-    return program.init, Step(program)
+    update.check()
+    of_loss = Loss(loss, placement, compute, pieces, loss_takes == "form", has_aux, has_state)
+    step = Step(placement, of_loss, update, kept)
+    return step.init, step
 
 
-def _loss_of(loss: Any, loss_is: object, outputs: object, loss_takes: str, has_aux: object, has_state: object) -> Loss:
-    """Checks the options about the loss, and returns them as a `Loss`."""
-    if loss_is not in (None, "mean"):
-        raise ValueError(
-            f'loss_is must be "mean", or None for any function of the whole batch, got {loss_is!r}; for a sum over '
-            "examples return (sum, weight)"
+def _check_options(loss: Any, tx: Any, plan: Any, flags: Mapping[str, Any], loss_takes: Any) -> None:
+    if not isinstance(plan, Plan) or not callable(loss) or hasattr(loss, "update"):
+        raise TypeError(
+            f"expected a loss, an optimiser and a plan, got {', '.join(map(describe, (loss, tx, plan)))}. Write "
+            "sharding.make_step(loss, optax.adam(1e-3), sharding.plan(model, mesh, rules))"
         )
-    for name, value in {"has_aux": has_aux, "has_state": has_state}.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {describe(value)}")
-    if outputs is not None and not callable(outputs):
-        raise TypeError(f"outputs must be a function of the model and a batch, got {describe(outputs)}")
-    if outputs is not None and (loss_is or has_state):
-        raise ValueError(
-            "outputs= cannot be combined with loss_is= (the loss sees the outputs of all examples) or has_state=True "
-            "(each device would change the state by its own examples alone)"
-        )
-    return Loss(loss, outputs, loss_is == "mean", loss_takes == "form", bool(has_aux), bool(has_state))
-
-
-def _check_options(plan: Plan, split: str, loss_takes: str) -> None:
-    if not isinstance(plan, Plan):
-        raise TypeError(f"expected a plan, sharding.plan(model, mesh, rules), got {describe(plan)}")
-    if split not in ("state", "gradients", "parameters"):
-        raise ValueError(f'split must be "state", "gradients" or "parameters", got {split!r}')
     if loss_takes not in ("model", "form"):
         raise ValueError(f'loss_takes must be "model" or "form", got {loss_takes!r}')
-    placement = placement_of(plan)
-    is_scanned = loss_takes == "form" and placement.has_restructure and all(placement.stacked)
-    if split == "parameters" and not is_scanned:
-        raise ValueError(
-            'split="parameters" needs a loss that reads the parameters layer by layer: use form="stacks" and '
-            'loss_takes="form", with restructure.scan(layer, x, stacks, "layers.*") in the loss; or write '
-            'split="gradients"'
-        )
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {describe(value)}")
 
 
 class Step:
     """A training step, made by `sharding.make_step`: `params, state, value = step(params, state, *batch)`."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, placement: Placement, loss: Loss, update: Update, kept: tuple[PyTree, PyTree]) -> None:
         """For internal use. Call `sharding.make_step` instead."""
-        self._program = program
-        self._compiled = jax.jit(program.step, donate_argnums=(0, 1))
-        self._watched = Watched(self._compiled, "step")
+        self._placement = placement
+        self._loss = loss
+        self._update = update
+        self._kept = kept  # what the update keeps, as shapes with their shardings
+        self._has_agreed = False
+        self._compiled = jax.jit(self._run, donate_argnums=(0, 1))
 
     def __call__(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
         """Runs one step. It donates `params` and `state`, so do not use them again."""
-        first = next(iter(jtu.tree_leaves(params)), None)
-        # JAX, when run over several devices of a CPU, ends the process without a word.
-        if isinstance(first, jax.Array) and not isinstance(first, Tracer) and first.is_deleted():
-            raise ValueError(
-                "params were given to an earlier step, which donates params and state; use those that it returned: "
-                "params, state, value = step(params, state, *batch)"
-            )
-        return self._watched(params, state, *self._program.put(batch))
+        self._check(params, state)
+        if not self._has_agreed and is_shared(self._placement.axes.mesh):
+            agree("\n".join([self._in_words(), values_in_words((params, state))]))
+        self._has_agreed = True
+        return self._compiled(params, state, *self._loss.put(batch))
 
     def lower(self, params: PyTree, state: StepState, *batch: Any) -> jax.stages.Lowered:
         """Lowers the step, like `lower` of a `jax.jit` function. Arguments may be `jax.ShapeDtypeStruct`s."""
-        return self._compiled.lower(params, state, *self._program.put(batch))
+        self._check(params, state)
+        return self._compiled.lower(params, state, *self._loss.put(batch))
 
-    def over(self, mesh: Mesh | AbstractMesh) -> "Step":
-        """Returns the same step over a mesh of other devices with the same axes; for internal use."""
-        return Step(self._program.over(mesh))
+    def init(self, model: Any, model_state: Any = None) -> tuple[PyTree, StepState]:
+        """Places the parameters of a model on the devices, and makes the first state; `init` of `make_step`."""
+        self._check_model(model, model_state)
+        placement, parts = self._placement, take_apart(model, self._placement.layout)
+        if is_shared(placement.axes.mesh):
+            agree("\n".join([self._in_words(), values_in_words((model, model_state))]))
+        lay_rest = placement.restructure if self._loss.takes_restructure else placement.put_rest
+        params, rest = placement.laid(parts.slots), lay_rest(parts.rest)
+        is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
+        kept = self._kept if is_of_shapes else self._start(params)
+        model_state = jax.tree.map(lambda leaf: put_leaf(leaf, placement.whole), model_state)
+        zero = (jax.ShapeDtypeStruct if is_of_shapes else jnp.zeros)((), np.int32)
+        mark = {placement.layout.digest: put_leaf(zero, placement.whole, is_own=True)}
+        return params, StepState(*kept, rest, mark, model_state)
 
+    # -- Files
 
-program_of: Callable[[Step], Program] = operator.attrgetter("_program")
-"""Returns the `Program` of a step; for other files of this library."""
+    def to_file(self, params: PyTree, state: StepState) -> tuple[PyTree, StepState]:
+        """Returns parameters and state in arrays that do not depend on the rules and the number of devices.
+
+        A plan divides a stack if rules place rows of one shape differently, and pads a vector for unusual numbers of
+        devices. If yours does neither, you get what you gave. Else save what this returns, and give what you load to
+        `from_file` of the step over other devices, or by other rules.
+        """
+        return self._regrouped(params, state, self._placement.form, self._placement.in_files)
+
+    def from_file(self, params: PyTree, state: StepState) -> tuple[PyTree, StepState]:
+        """Returns what `to_file` returned as the parameters and the state of this step, on its devices."""
+        params, state = self._regrouped(params, state, self._placement.in_files, self._placement.form)
+        kept = jax.tree.map(put_leaf, (state.rule, state.average), sharding_of(self._kept))
+        params = jax.tree.map(put_leaf, params, self._placement.params)
+        return params, dataclasses.replace(state, rule=kept[0], average=kept[1])
+
+    def _regrouped(self, params: PyTree, state: StepState, source: Form, to: Form) -> tuple[PyTree, StepState]:
+        if source == to:
+            return params, state
+        make = lambda params: (params, *self._update.start(params))
+        shapes = {slot.path: slot.shape for slot in self._placement.layout.slots}
+        copies = lambda form, tree: Copies(shapes, entries_of(tree), divide(make, form, tree))
+        tree, like = (params, state.rule, state.average), jax.eval_shape(make, to.shapes())
+        whole = jax.tree.map(lambda leaf: put_leaf(leaf, self._placement.whole, is_own=True), tree)
+        made = regroup([copies(source, whole)], copies(to, like))
+        params, rule, average = jtu.tree_unflatten(jtu.tree_structure(like), made)
+        return params, dataclasses.replace(state, rule=rule, average=average)
+
+    # -- The program
+
+    def _start(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """Makes the state that the update keeps, for parameters that lie on the mesh."""
+        if not jtu.tree_leaves(self._kept):
+            return self._kept
+        shardings = sharding_of(self._kept)
+        begin = automatic(self._update.start, shardings, self._placement.axes.mesh)
+        # A rule may not look at the parameters, and without any argument JAX would not know the devices.
+        return jax.jit(begin, keep_unused=True, out_shardings=shardings)(params)
+
+    def _run(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
+        """Returns the next parameters and state, and the value of the loss (with its `aux`)."""
+        placement = self._placement
+        placement.check(params)
+        self._check_state(state)
+        params = lay(placement.tree(jtu.tree_leaves(params)), placement.params)
+        found = self._loss(params, state.rest, state.model_state, batch)
+        params, after = self._updated(params, found.gradients, state.rule, found.value)
+        average = state.average
+        if average is not None:
+            run = automatic(lambda old, new: old.update(new), sharding_of(self._kept[1]), placement.axes.mesh)
+            average = run(average, params)
+        value = (found.value, found.aux) if self._loss.has_aux else found.value
+        return params, StepState(after, average, state.rest, state.layout, found.model_state), value
+
+    @property
+    def _updated(self) -> Callable[..., Any]:
+        """The update over the mesh."""
+        shardings = self._placement.params, sharding_of(self._kept[0])
+        return automatic(self._lent, shardings, self._placement.axes.mesh)
+
+    def _lent(self, params: PyTree, gradients: PyTree, rule: PyTree, value: Any) -> tuple[PyTree, PyTree]:
+        """Makes the update; rows that devices cannot share equally between steps go to their owners for it."""
+        placement, before = self._placement, (params, gradients, rule)
+        if placement.in_update[0] == placement.form:
+            return self._update.step(params, gradients, rule, value)
+        mesh = mesh_within(placement.axes.mesh)
+
+        def lend(leaf: Any, like: Any, spec: PartitionSpec) -> Any:
+            missing = [(0, size - own) for size, own in zip(like.shape, leaf.shape, strict=True)]
+            leaf = jnp.pad(leaf, missing) if any(map(any, missing)) else leaf
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+        like, specs = placement.made_in_update(lambda params: (params, params, self._update.start(params)[0]))
+        params, gradients, rule = jax.tree.map(lend, before, like, specs)
+        after = self._update.step(params, gradients, rule, value)
+        back = lambda leaf, own: leaf[tuple(map(slice, own.shape))]
+        return jax.tree.map(back, after, before[::2])
+
+    # -- Checks
+
+    def _check_model(self, model: Any, model_state: Any) -> None:
+        """Checks that a model is given, and its state if, and only if, the loss takes one."""
+        own = jtu.tree_structure(model) == self._placement.form.treedef
+        if own and jtu.tree_structure(model) != index_of(self._placement.layout).structure.treedef:
+            raise ValueError(
+                f"init got parameters in the form of the plan, a {self._placement.name}, and no model. Pass the model: "
+                "params, state = init(model)"
+            )
+        has_state = self._loss.has_state
+        if has_state and model_state is None:
+            raise ValueError(
+                "with has_state=True the loss needs the state of the model, and init got none. Pass the one that "
+                "eqx.nn.make_with_state returns: init(model, model_state)"
+            )
+        if model_state is not None and not has_state:
+            raise ValueError(
+                "init got the state of a model, but its loss takes none. Write init(model), or give make_step "
+                "has_state=True"
+            )
+
+    def _check(self, params: PyTree, state: object) -> None:
+        """Checks what `jax.jit` would say nothing of, or too much; each call of a step comes by here."""
+        leaves, treedef = jtu.tree_flatten(params)
+        first: Any = leaves[0] if leaves else None
+        if not isinstance(state, StepState):
+            raise TypeError(
+                f"expected the state that init or the last step returned, got {describe(state)}. Write "
+                "params, state, value = step(params, state, *batch)"
+            )
+        # JAX, when run over several devices of a CPU, ends the process without a word.
+        if isinstance(first, jax.Array) and not isinstance(first, Tracer) and first.is_deleted():
+            raise ValueError(
+                "params were given to an earlier step, which donates params and state. Use those that it returned: "
+                "params, state, value = step(params, state, *batch)"
+            )
+        if treedef != self._placement.form.treedef:
+            self._placement.check(params)
+
+    def _check_state(self, state: StepState) -> None:
+        """Checks that a state belongs to this step."""
+        check_layout(self._placement, state.layout)
+        kept, rest = (state.rule, state.average), Restructure if self._loss.takes_restructure else Rest
+        is_alike = described(kept, jnp.shape) == described(self._kept, jnp.shape) and isinstance(state.rest, rest)
+        if not is_alike or (state.model_state is not None) != self._loss.has_state:
+            raise ValueError(
+                "the state belongs to another step: its rule, its average, its form or the arguments of its loss "
+                "differ. Start with init(model), or bring a state of other rules by step.from_file"
+            )
+
+    def _in_words(self) -> str:
+        """Returns a text that must be the same in all processes."""
+        kept = [f"state{path}  {spec}" for path, spec in described(self._kept, describe)]
+        shapes, value = self._placement.shapes(), jax.ShapeDtypeStruct((), np.float32, sharding=self._placement.whole)
+        update = jax.jit(self._updated).lower(shapes, shapes, self._kept[0], value).as_text()
+        around = surroundings_in_words(self._placement.axes.mesh)
+        return "\n".join([self._placement.in_words(), *kept, self._loss.in_words, around, update])
+
 
 Step.__module__ = "treeparams.sharding"

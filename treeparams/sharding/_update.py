@@ -14,7 +14,7 @@ from .._average import Ema
 from .._forms.form import Form
 from .._forms.owners import divide
 from .._slots.layout import Layout, index_of
-from .._tree.text import describe
+from .._tree.text import describe, in_short
 from .._tree.types import PyTree
 from ..optim._master import MasterState, copies_in, landed
 from ..optim._scaled import ByParameter, spread, told
@@ -30,7 +30,7 @@ class Update:
     """One step of a rule, and of an average if there is one."""
 
     rule: Any  # plain Optax that takes extra arguments
-    form: Form  # of the parameters
+    form: Form  # of the parameters, while the rule runs
     by_parameter: ByParameter
     make_average: Callable[[PyTree], Ema[Any]] | None = None
 
@@ -50,10 +50,20 @@ class Update:
         state = settled(self.rule.init(params))
         return state, None if self.make_average is None else self.make_average(params)
 
-    def step(
-        self, params: PyTree, gradients: PyTree, state: PyTree, average: Ema[Any] | None, value: jax.Array
-    ) -> tuple[PyTree, PyTree, Ema[Any] | None]:
-        """Returns the next parameters, state and average, from gradients in JAX's convention."""
+    def check(self) -> None:
+        """Checks, on shapes, that the rule can make a step."""
+        params, value = self.form.shapes(), jax.ShapeDtypeStruct((), np.float32)
+        try:
+            jax.eval_shape(self.step, params, params, jax.eval_shape(self.start, params)[0], value)
+        except Exception as error:
+            raise ValueError(
+                f"the update of the rule fails ({in_short(error)}). sharding.make_step passes it gradients, parameters "
+                "and only one extra argument, value=; for a rule that calls the loss itself (a line search), use "
+                "optim.flat"
+            ) from error
+
+    def step(self, params: PyTree, gradients: PyTree, state: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
+        """Returns the next parameters and state, from gradients in JAX's convention."""
         before = told(state, self.by_parameter)
         updates, after = self.rule.update(jax.tree.map(jnp.conj, gradients), before, params, value=value)
         leaves, treedef = jtu.tree_flatten(params)
@@ -61,8 +71,7 @@ class Update:
         moved = list(map(added, map(str, range(len(leaves))), leaves, steps))
         for i, copy in self._copies(after).items():
             moved[i] = moved[i] if steps[i] is None else landed(leaves[i], steps[i], copy, moved[i])
-        params = treedef.unflatten(moved)
-        return params, steady(told(after, None), state), None if average is None else average.update(params)
+        return treedef.unflatten(moved), steady(told(after, None), state)
 
     def _copies(self, state: PyTree) -> dict[int, jax.Array]:
         """Returns the wide copy of each array of the parameters that `optim.master` keeps one for."""

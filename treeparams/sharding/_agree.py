@@ -1,10 +1,10 @@
-"""Compares text between all processes, and makes the text to compare: versions, devices, values."""
+"""Compares what several processes are about to do: their plans, steps and values, by digest."""
 
 import concurrent.futures
 import difflib
 import hashlib
-import importlib.metadata
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,34 +16,29 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from ..._tree.text import describe
-from ..._tree.types import PyTree
+from .._tree.text import describe
+from .._tree.types import PyTree
 
 _PACKAGES = ("jax", "jaxlib", "optax", "equinox", "treeparams")
 _LINES = 40  # of what differs, at most: a plan may have thousands
 _SHOWN = 8  # elements of an array that are shown; of more, a hash
 
 
-def agree(words: str, what: str) -> None:
+def agree(words: str) -> None:
     """Checks that all processes have the same text, and raises an error in every process if they differ.
 
     All processes call it together. The arrays that they exchange have the same shape whatever the texts are, so `agree`
     cannot hang or mix up data as other collectives do between processes that differ.
 
-    >>> agree("float32[64,64]  split", "the plans")  # one process agrees with itself
-
-    Args:
-        words: the text of this process. The error shows the lines that differ.
-        what: a name for the text, in the plural, for the error: `"the plans"`.
+    >>> agree("float32[64,64]  split")  # one process agrees with itself
     """
-    if jax.process_count() == 1:
-        return
-    # `init` may be within `jax.jit`, which each thread has for itself.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        thread.submit(_agree, words, what).result()
+    if jax.process_count() > 1:
+        # The caller may be within `jax.jit`, which each thread has for itself.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            thread.submit(_agree, words).result()
 
 
-def _agree(words: str, what: str) -> None:
+def _agree(words: str) -> None:
     text = np.frombuffer(words.encode(), np.uint8)
     digests = multihost_utils.process_allgather(np.frombuffer(hashlib.sha256(words.encode()).digest(), np.uint8))
     if (digests == digests[0]).all():
@@ -66,8 +61,8 @@ def _agree(words: str, what: str) -> None:
     shown = list(itertools.islice(lines, _LINES))
     more = sum(1 for _ in lines)
     raise ValueError(
-        f"{what} differ between the processes; make them from the same model, rules and options in all of them:\n"
-        + "\n".join(shown + [f"... and {more} more lines"] * (more > 0))
+        "the plans, steps or values differ between the processes; make them from the same model, rules, options and "
+        "seeds in all of them:\n" + "\n".join(shown + [f"... and {more} more lines"] * (more > 0))
     )
 
 
@@ -75,17 +70,12 @@ def _listed(processes: Sequence[int]) -> str:
     return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
 
 
-# -- What they compare -----------------------------------------------------------------------------------------------
+# -- What they compare -------------------------------------------------------------------------------------------------
 
 
 def surroundings_in_words(mesh: Mesh | AbstractMesh) -> str:
     """Returns the versions of packages, and the devices of a mesh in order."""
-    lines = []
-    for name in _PACKAGES:
-        try:
-            lines.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:  # it lies on the path, and is not installed
-            lines.append(f"{name} of no version")
+    lines = [f"{name} {getattr(sys.modules.get(name), '__version__', 'of no version')}" for name in _PACKAGES]
     axes = zip(mesh.shape.items(), mesh.axis_types, strict=True)
     lines.append("mesh  " + ", ".join(f"{name!r}: {size} {kind.name}" for (name, size), kind in axes))
     if isinstance(mesh, Mesh) and is_shared(mesh):
@@ -103,19 +93,14 @@ def values_in_words(tree: PyTree) -> str:
     return "\n".join(f"{jtu.keystr(path)}  {_value(leaf)}" for path, leaf in jtu.tree_flatten_with_path(tree)[0])
 
 
-def is_whole(leaf: Any) -> bool:
-    """Returns whether each process has all of an array, and it is not traced."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_replicated
-
-
 def _value(leaf: Any) -> str:
     if isinstance(leaf, (bool, int, float, complex)):
         return repr(leaf)
-    if not isinstance(leaf, (jax.Array, np.ndarray)):
+    if not isinstance(leaf, (jax.Array, np.ndarray)) or isinstance(leaf, Tracer):
         return describe(leaf)
     if isinstance(leaf, jax.Array):
-        if not is_whole(leaf) and (isinstance(leaf, Tracer) or not leaf.is_fully_addressable):
-            return describe(leaf)  # each process has a part of it, or none yet
+        if not leaf.is_fully_replicated and not leaf.is_fully_addressable:
+            return describe(leaf)  # each process has a part of it
         leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     array = np.asarray(leaf)
     if array.size <= _SHOWN:
