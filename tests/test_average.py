@@ -8,7 +8,7 @@ import pytest
 
 import treeparams as tp
 
-from .zoo import ZOO, Norm, as_data, assert_same, bits, enable_x64, new_ref, pattern, ramp, with_refs
+from .zoo import ZOO, Norm, as_data, assert_same, bits, enable_x64, pattern, ramp, with_refs
 
 
 def ids(tree):
@@ -249,7 +249,7 @@ def test_ema_refuses_what_ema_refuses(without_type_checks):
 @pytest.mark.parametrize("trainable", [None, "w"])
 def test_an_average_writes_its_own_refs(trainable):
     def zeros():
-        return {**with_refs(), "mean": new_ref(jnp.zeros(3)), "steps": new_ref(jnp.array(0))}
+        return {**with_refs(), "mean": jax.new_ref(jnp.zeros(3)), "steps": jax.new_ref(jnp.array(0))}
 
     for buffers, mean, steps in (("copy", 7, 4), ("keep", 0, 0), ("average", 3.5, 4)):
         target, online = zeros(), with_refs()
@@ -259,7 +259,7 @@ def test_an_average_writes_its_own_refs(trainable):
         assert int(got["steps"][...]) == steps
         np.testing.assert_array_equal(online["mean"][...], [7, 7, 7])
     # As an array on one side, and a ref on the other.
-    for arrays in ({"mean": jnp.zeros(3)}, {"steps": jnp.array(0)}, {"w": new_ref(jnp.ones(2))}):
+    for arrays in ({"mean": jnp.zeros(3)}, {"steps": jnp.array(0)}, {"w": jax.new_ref(jnp.ones(2))}):
         got = tp.ema(zeros(), {**with_refs(), **arrays}, tau=1)
         np.testing.assert_array_equal(got["mean"][...], np.asarray(arrays.get("mean", jnp.full(3, 7.0))))
         got = tp.ema({**zeros(), **arrays}, with_refs(), tau=1)
@@ -280,7 +280,10 @@ def test_an_average_shares_no_ref_with_the_model():
 
 
 def test_a_ref_of_another_shape_is_refused_before_anything_is_written():
-    target, model = with_refs(), {**with_refs(), "steps": new_ref(jnp.zeros(2, int)), "mean": new_ref(jnp.ones(3))}
+    target, model = (
+        with_refs(),
+        {**with_refs(), "steps": jax.new_ref(jnp.zeros(2, int)), "mean": jax.new_ref(jnp.ones(3))},
+    )
     with pytest.raises(ValueError, match=r"'steps' \(shape \(\); shape \(2,\)\)"):
         tp.ema(target, model, tau=0.5)
     np.testing.assert_array_equal(target["mean"][...], [7, 7, 7])

@@ -21,7 +21,7 @@ import treeparams as tp
 from treeparams import optim
 from treeparams._tree import elements as elements_of
 
-from .zoo import ZOO, Net, Norm, enable_x64, first_devices, models, new_ref, ramp, with_refs
+from .zoo import ZOO, Net, Norm, enable_x64, first_devices, models, ramp, with_refs
 
 f32 = functools.partial(np.array, dtype=np.float32)
 i64 = functools.partial(np.array, dtype=np.int64)
@@ -422,4 +422,4 @@ def test_refs_are_compared_by_value():
     other["mean"][...] = jnp.array([7.0, 5.0, 7.0])
     (row,) = tp.diff(model, other).rows
     assert (row.path, row.what, row.absolute, row.differing) == ("mean", "elements", 2.0, 1)
-    assert [row.what for row in tp.diff(model, {**model, "mean": new_ref(jnp.ones(2))}).rows] == ["shape"]
+    assert [row.what for row in tp.diff(model, {**model, "mean": jax.new_ref(jnp.ones(2))}).rows] == ["shape"]

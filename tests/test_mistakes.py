@@ -21,7 +21,6 @@ import treeparams as tp
 from treeparams import matrices, nested, saving, sharding
 
 from .mistakes import NEAREST, Row, Tied, check, loss, value
-from .zoo import new_ref
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
 
@@ -98,7 +97,12 @@ DECLARED: list[Row] = [
     ("a tie by function", lambda t: tp.field(tied_to=lambda m: m.w), TypeError, "'embed.weight'.*got lambda at te"),
     ("a transform alone", lambda t: tp.field(transform=jnp.transpose), ValueError, 'tied_to="embed", transform='),
     ("a tie misspelt", lambda t: tp.layout(Misspelt(*[jnp.ones(2)] * 2)), ValueError, "'embd'.*nearest: 'embed'"),
-    ("a ref", lambda t: t.tx.init({"w": new_ref(jnp.ones(2))}), ValueError, r"got a ref.*'w'.*ref\[...\] or jax.fre"),
+    (
+        "a ref",
+        lambda t: t.tx.init({"w": jax.new_ref(jnp.ones(2))}),
+        ValueError,
+        r"got a ref.*'w'.*ref\[...\] or jax.fre",
+    ),
     ("a number promised", lambda t: tp.layout(Promised(0.1)), TypeError, r"converter=jnp.asarray\) for a number"),
     ("declare(model)", lambda t: tp.declare(t.model), TypeError, r"a class, got MLP; for one model write tp.layout"),
     ("declare a typo", lambda t: tp.declare(Tied, frozen="hed"), ValueError, "no field for 'hed'; nearest: 'head'"),

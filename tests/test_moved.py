@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import optim
 
-from .zoo import first_devices, new_ref, ramp, with_refs
+from .zoo import first_devices, ramp, with_refs
 
 # -- The law: what is told unmoved is the same, bit for bit, when the step is run --------------------------------------
 
@@ -385,7 +385,7 @@ def test_refs_that_a_step_writes_are_named_and_not_in_the_layout(name):
         WRITES[name](model)
         return {**model, "w": model["w"] + model["mean"][:2] * state["scale"][...]}, state
 
-    model, state = with_refs() | {"v": ramp(2)}, {"scale": new_ref(jnp.ones(2))}
+    model, state = with_refs() | {"v": ramp(2)}, {"scale": jax.new_ref(jnp.ones(2))}
     found = tp.moved(step)(model, state)
     assert found == tp.layout(model, "w")
     assert found.paths == ("w",)
@@ -402,7 +402,7 @@ def test_a_ref_that_is_only_read_is_not_named():
         count[...] += 1  # of nobody's model
         return {**model, "w": model["w"] * model["mean"][0]}
 
-    count, model = new_ref(jnp.array(0)), with_refs()
+    count, model = jax.new_ref(jnp.array(0)), with_refs()
     assert "ref" not in str(tp.moved(step)(model))
     assert str(tp.moved(step, loss=loss)(model)).splitlines()[-1] == "w: moved, and the loss reaches it"
     assert tp.moved(lambda model: model)(model).paths == ()

@@ -134,17 +134,12 @@ def gradient_of_loss(layout: tp.Layout) -> Callable[[Any], Any]:
     return tp.jit(tp.grad(loss, layout))
 
 
-def new_ref(value: Any) -> Any:
-    """`jax.new_ref`, which JAX has from 0.7.2 on."""
-    return getattr(jax, "new_ref", getattr(jax.experimental, "mutable_array", None))(value)
-
-
 def with_refs() -> Any:
     """Parameters and a number of steps, of each kind one in an array and one in a ref."""
     return {
         "w": ramp(2),
-        "mean": new_ref(jnp.full(3, 7.0, jnp.float32)),
-        "steps": new_ref(jnp.array(4)),
+        "mean": jax.new_ref(jnp.full(3, 7.0, jnp.float32)),
+        "steps": jax.new_ref(jnp.array(4)),
         "seen": jnp.array(2),
         "act": jnp.tanh,
     }

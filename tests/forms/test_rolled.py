@@ -304,7 +304,9 @@ def test_layers_may_split_their_keys_and_be_compiled_by_themselves():
     @jax.jit
     def layer(w, x, key):
         a, b = jax.random.split(key)
-        return x + jnp.tanh(w @ jnp.where(jax.random.bernoulli(a, 0.7, x.shape), x, 0.0)) * jax.random.normal(b, x.shape)
+        return x + jnp.tanh(w @ jnp.where(jax.random.bernoulli(a, 0.7, x.shape), x, 0.0)) * jax.random.normal(
+            b, x.shape
+        )
 
     def by_a_key_each(stacks, x, key):
         for w, k in zip(restructure(stacks), jax.random.split(key, 5), strict=True):

@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 import treeparams as tp
 from treeparams import saving
 
-from ..zoo import new_ref, with_refs
+from ..zoo import with_refs
 
 
 def emptied():
-    return {**with_refs(), "w": jnp.zeros(2), "mean": new_ref(jnp.zeros(3)), "steps": new_ref(jnp.array(0))}
+    return {**with_refs(), "w": jnp.zeros(2), "mean": jax.new_ref(jnp.zeros(3)), "steps": jax.new_ref(jnp.array(0))}
 
 
 def assert_full(model):
@@ -78,7 +78,7 @@ def test_a_ref_in_a_leaf_that_is_no_pytree_is_refused():
     with pytest.raises(
         TypeError, match=r"SimpleNamespace and not a pytree, so its array \.mean \(float32\[2\]\) would"
     ):
-        saving.dumps({"held": types.SimpleNamespace(mean=new_ref(jnp.ones(2)))})
+        saving.dumps({"held": types.SimpleNamespace(mean=jax.new_ref(jnp.ones(2)))})
 
 
 def test_a_file_of_arrays_goes_into_refs(tmp_path):
@@ -96,7 +96,7 @@ def test_nothing_is_written_before_all_is_checked(path):
         with pytest.raises(ValueError, match="checksum"):
             load(path, like)
         with pytest.raises(ValueError, match="mean"):
-            load(path, {**like, "mean": new_ref(jnp.zeros(2))})
+            load(path, {**like, "mean": jax.new_ref(jnp.zeros(2))})
         np.testing.assert_array_equal(like["mean"][...], [0, 0, 0])
         assert int(like["steps"][...]) == 0
 
@@ -120,8 +120,8 @@ def test_a_change_of_a_ref_is_sent():
 
 
 def test_keys_and_refs_at_two_paths(tmp_path):
-    model, like = ({"key": new_ref(jax.random.key(seed)), "a": ref, "b": ref} for seed, ref in
-                   ((3, new_ref(jnp.ones(2))), (0, new_ref(jnp.zeros(2)))))  # fmt: skip
+    model, like = ({"key": jax.new_ref(jax.random.key(seed)), "a": ref, "b": ref} for seed, ref in
+                   ((3, jax.new_ref(jnp.ones(2))), (0, jax.new_ref(jnp.zeros(2)))))  # fmt: skip
     saving.save(tmp_path / "two", model)
     got = saving.load(tmp_path / "two", like)
     assert got["a"] is got["b"] is like["a"]

@@ -363,8 +363,9 @@ def test_arrays_over_several_devices_and_such_as_are_gone():
     with one_array("b1", "b2"):
         tp.layout(with_equal_biases(jax.device_put(zeros(4), split)))
     tp.layout(model := tp.tie(model, "head", to="embed"))
+    parted = model | {"head": jax.device_put(np.asarray(model["embed"]), split)}
     with lost("embed", "head"), jax.transfer_guard("disallow"):
-        tp.layout(model | {"head": jax.device_put(np.asarray(model["embed"]), split)})
+        tp.layout(parted)
     gone = {"a": (array := ramp(2) * 0), "c": array, "d": ramp(2)}
     array.delete()
     tp.layout(gone)

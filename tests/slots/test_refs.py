@@ -12,7 +12,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import new_ref, with_refs
+from ..zoo import with_refs
 
 
 def loss(model, x=1.0):
@@ -80,10 +80,12 @@ def test_a_frozen_ref_is_left_alone(name):
 
 
 def test_a_declared_ref_is_frozen_and_an_integer_one_is_a_buffer():
-    assert tp.layout(Declared(jnp.ones(2), new_ref(jnp.ones(3)))).paths == ("w",)
-    assert tp.layout({"w": jnp.ones(2), "steps": new_ref(jnp.array(4)), "key": new_ref(jax.random.key(0))}).paths == (
-        "w",
-    )
+    assert tp.layout(Declared(jnp.ones(2), jax.new_ref(jnp.ones(3)))).paths == ("w",)
+    assert tp.layout({
+        "w": jnp.ones(2),
+        "steps": jax.new_ref(jnp.array(4)),
+        "key": jax.new_ref(jax.random.key(0)),
+    }).paths == ("w",)
 
 
 def test_a_model_with_refs_has_the_layout_and_digest_of_one_with_arrays():
@@ -96,7 +98,7 @@ def test_a_model_with_refs_has_the_layout_and_digest_of_one_with_arrays():
 
 
 def test_refs_are_known_inside_a_trace_from_arrays_of_their_shape():
-    model = {"w": jnp.ones(3), "mean": new_ref(jnp.full(3, 2.0))}
+    model = {"w": jnp.ones(3), "mean": jax.new_ref(jnp.full(3, 2.0))}
     layout = tp.layout(model, "w")
 
     @jax.jit
@@ -137,7 +139,7 @@ def test_what_reads_refuses_no_ref():
     model["steps"][...] = jnp.array(0)
     np.testing.assert_array_equal(copy["mean"][...], [7, 7, 7])
     assert int(copy["steps"][...]) == 4
-    shared = new_ref(jnp.ones(2))
+    shared = jax.new_ref(jnp.ones(2))
     twice = tp.copy({"a": shared, "b": shared})
     assert twice["a"] is twice["b"] is not shared
 

@@ -12,6 +12,5 @@ The files, from the bottom up:
     view         View: names over a form
     layers       equal nodes as one, or a single node, from a form
     restructure  Restructure
-    repeats      equal parts of a program that follow one another
-    rolled       rolled: such parts as a scan
+    rolled       rolled: equal parts of a program that follow one another, as a scan
 """
