@@ -76,6 +76,7 @@ class Loss:
     def __call__(self, params: PyTree, rest: Any, model_state: Any, batch: PyTree) -> Found:
         """Returns the value of the loss, its gradient, sharded as the parameters are, and its other results."""
         placement = self.placement
+        self._check_arguments(batch)
         arrays, treedef, shardings = self._taken(batch)
         batch = treedef.unflatten(list(map(lay, map(jnp.asarray, arrays), shardings)))
         whole = placement.whole
@@ -96,13 +97,13 @@ class Loss:
     def _taken(self, batch: PyTree) -> tuple[list[Any], Any, list[NamedSharding]]:
         """Checks a batch, and returns its arrays, its treedef and their shardings: examples split, scalars whole."""
         arrays, treedef = jtu.tree_flatten_with_path(batch)
-        self._check(batch, arrays)
+        self._check(arrays)
         along, whole = self.placement.batch, self.placement.whole
         leaves = [array for _, array in arrays]
         return leaves, treedef, [along if jnp.ndim(leaf) else whole for leaf in leaves]
 
-    def _check(self, batch: Sequence[Any], arrays: Sequence[tuple[Any, Any]]) -> None:
-        """Checks that the loss takes this batch, and that the devices can share its examples equally."""
+    def _check_arguments(self, batch: Sequence[Any]) -> None:
+        """Checks that the loss takes this batch."""
         before = 1 + self.takes_form + self.has_state
         try:
             inspect.signature(self.function).bind(*[None] * before, *batch)
@@ -114,6 +115,9 @@ class Loss:
                 f"the loss does not take this batch ({error}): step got {got} after params and state. Pass the "
                 "arguments of the loss one by one: step(params, state, x, y)"
             ) from None
+
+    def _check(self, arrays: Sequence[tuple[Any, Any]]) -> None:
+        """Checks that the devices can share the examples equally."""
         counts = [(path, jnp.shape(array)[0]) for path, array in arrays if jnp.ndim(array)]
         if not counts and self.pieces == 1:
             return
