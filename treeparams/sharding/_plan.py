@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -54,12 +54,17 @@ StepState.__module__ = "treeparams.sharding"
 jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout", "model_state"], [])
 
 
-def check_layout(placement: Placement, said: Mapping[str, Any]) -> None:
-    """Checks that a state belongs to the layout of a plan; `said` is its `StepState.layout`."""
+def check_state(placement: Placement, state: object) -> None:
+    """Checks that a state was made for the layout of a plan."""
+    if not isinstance(state, StepState):
+        raise TypeError(
+            f"expected the state that init or the last step returned, got {describe(state)}. Write "
+            "params, state, value = step(params, state, *batch), and plan.model(params, state)"
+        )
     digest = placement.layout.digest
-    if said.keys() != {digest}:
+    if state.layout.keys() != {digest}:
         raise ValueError(
-            f"the state belongs to another layout: its digest is {quoted([*said]) or 'missing'}, the plan's is "
+            f"the state belongs to another layout: its digest is {quoted([*state.layout]) or 'missing'}, the plan's is "
             f"{digest!r}. The layouts differ in paths, shapes, dtypes, trained parameters or ties, so values would go "
             "to the wrong parameters. Make the plan from the model of the state, or start with init(model)"
         )
@@ -181,12 +186,7 @@ class Plan:
                 and you gave no state.
         """
         if state is not None:
-            if not isinstance(state, StepState):
-                raise TypeError(
-                    f"expected the state that init or the last step returned, got {describe(state)}. Write "
-                    "plan.model(params, state)"
-                )
-            check_layout(self._placement, state.layout)
+            check_state(self._placement, state)
         rest = self._rest if state is None else state.rest
         if isinstance(rest, Restructure):
             rest = released(rest)
