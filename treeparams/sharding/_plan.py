@@ -309,7 +309,9 @@ def plan(
             is missing although the mesh has several.
         TypeError: `mesh` is not a mesh, or `rules` is not a dictionary.
     """
-    axes = axes_of(_this_device() if mesh is None else mesh, axis, batch_axis)
+    # Not the first of `jax.devices()`, which may be another one, and over several processes that of another process.
+    here = [*jnp.zeros(()).sharding.device_set]
+    axes = axes_of(Mesh(np.array(here), ("data",)) if mesh is None else mesh, axis, batch_axis)
     rest = None if isinstance(model, Layout) else take_apart(model, None).rest
     layout = model if rest is None else rest.layout
     is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(model))
@@ -319,12 +321,6 @@ def plan(
 
 _NO_RULES = 'no rules were given, so all parameters are whole on each device; write {"**": "split"} to divide them'
 _OF_SHAPES = "made from shapes, which do not show ties; name them, tp.layout(shapes, ties={alias: path})"
-
-
-def _this_device() -> Mesh:
-    """Returns a mesh of the one device on which JAX places arrays by default."""
-    # Not the first of `jax.devices()`, which may be another one, and over several processes that of another process.
-    return Mesh(np.array([*jnp.zeros(()).sharding.device_set]), ("data",))
 
 
 placement_of: Callable[[Plan], Placement] = operator.attrgetter("_placement")
