@@ -10,8 +10,7 @@ import math
 import re
 from typing import NamedTuple
 
-from treeparams.sharding._compiled.hlo import CALLED, Computation, Operation, Text, names
-from treeparams.sharding._compiled.sums import summed
+from ._hlo import CALLED, Computation, Operation, Text, names, summed
 
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\](?:\{([\d,]*):?([^}]*)\})?")
 _TILE = re.compile(r"T\(([\d,]+)\)")

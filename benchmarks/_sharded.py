@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from treeparams import sharding
-
 from . import _harness
 from ._harness import Median, Scale, Table, Verdict, as_ratios, in_time, medians
+from ._moved import moved
 from ._steps import IN_A_ROW, Loop, check_losses
 
 SLACK = 1.1
@@ -65,8 +64,7 @@ def measured(
         makers: how each is made, by its name.
         scale: how much to run.
         rtol: how far the losses may be from each other.
-        moved_by: the collectives of a step, as `sharding.collectives` counts them, if not those of the program as it
-            runs.
+        moved_by: the text of the program in which collectives are counted, if not that of the program as it runs.
     """
     loops: dict[str, Step] = {}
     starts: dict[str, float] = {}
@@ -84,13 +82,12 @@ def measured(
     steps = medians(loops, scale, IN_A_ROW)
     found = {}
     for name, loop in loops.items():
-        moved = moved_by(loop) if moved_by else sharding.collectives(loop.compiled)
+        found_in = moved(moved_by(loop) if moved_by else loop.compiled)
         memory = loop.compiled.memory_analysis()
-        counts = {row.kind: moved.count(row.kind) for row in moved.rows}
         of_params = sum(leaf.nbytes for leaf in jax.tree.leaves(loop.state[0]))
         at_rest = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(loop.state))
-        sizes = [each / of_params for each in (at_rest, memory.temp_size_in_bytes, moved.bytes)]
-        found[name] = Found(starts[name], builds[name], Median(loop.calls), steps[name], *sizes, counts)
+        sizes = [each / of_params for each in (at_rest, memory.temp_size_in_bytes, found_in.bytes)]
+        found[name] = Found(starts[name], builds[name], Median(loop.calls), steps[name], *sizes, found_in.counts)
     return found
 
 

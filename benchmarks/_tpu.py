@@ -2,12 +2,10 @@
 
 import functools
 import importlib.util
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
-
-from treeparams import sharding
 
 from ._hbm import main_memory_bytes
 from ._programs import build
@@ -23,9 +21,11 @@ def has_compiler() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def on_tpu(step: Any, params: Any, state: Any, *batch: Any, topology: str = TOPOLOGY) -> sharding.Ahead:
-    """What a step takes of each TPU: of `sharding.make_step` or `jax.jit`, of shapes that say how they lie."""
-    return sharding.ahead(step, params, state, *batch, topology=topology)
+@functools.cache
+def mesh_of_tpus() -> jax.sharding.Mesh:
+    """A mesh over TPUs that are not there."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=list(devices))
 
 
 class OnTpu(NamedTuple):

@@ -1,9 +1,8 @@
-"""Losses of a tied transformer over 8 devices, next to plain `jax.jit` of a tree that is laid over the same devices.
+"""A loss of a tied transformer over 8 devices, next to plain `jax.jit` of a tree that is laid over the same devices.
 
-A masked mean is the same number whichever way it is said: a loss of the whole batch, `(sum, weight)`,
-`loss_is="mean"`, `outputs=`, and pieces. The yardstick is FSDP leaf by leaf, as in `sharding`, where the rows and the
-devices are explained. In bfloat16 it casts within its loss; its collectives, as the others', are counted in the program
-as XLA divides it, since XLA for CPU widens them later.
+The loss is a masked mean, whose pieces have equal weights. The yardstick is FSDP leaf by leaf, as in `sharding`, where
+the rows and the devices are explained. In bfloat16 it casts within its loss; its collectives, as the others', are
+counted in the program as XLA divides it, since XLA for CPU widens them later.
 """
 
 import functools
@@ -16,20 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import topologies
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeparams as tp
 from treeparams import sharding
 
 from ._harness import Scale, Table, Verdict
-from ._sharded import SLACK, Found, Makers, Step, at_most, measured, moves, table, use_several_devices
+from ._moved import moved
+from ._sharded import SLACK, Found, Makers, Step, at_most, measured, table, use_several_devices
 from ._steps import RATE, updated
-from ._tpu import MISSING, TOPOLOGY, has_compiler, on_tpu
+from ._tpu import MISSING, TOPOLOGY, has_compiler, mesh_of_tpus
 
-_FSDP, _ANY, _PAIR, _MEAN, _OUTPUTS = "FSDP", "any loss", "(sum, weight)", "mean", "outputs"
-_PIECES = "(sum, weight), 4 pieces"
-_NARROW = {"compute_dtype": jnp.bfloat16, "reduce_dtype": jnp.bfloat16}
+_FSDP, _PIECES, _FORMS = "FSDP", "stacks, 4 pieces", ("tree", "stacks")
+_NARROW = {"compute_dtype": jnp.bfloat16}
 _WIDE: Mapping[str, Any] = {}
 _ADAM = optax.adam(RATE)
 
@@ -46,61 +44,50 @@ def run(scale: Scale) -> Iterator[Table]:
 
 def _of_losses(scale: Scale) -> Table:
     task = _task(scale)
-    found = measured(_kinds(task, _WIDE), scale)
-    return table(f"float32: Adam, {task}", found, _targets(found, 2))
+    found = measured(_makers(task, _WIDE), scale)
+    return table(f"float32: Adam, {task}", found, _targets(found))
 
 
 def _of_narrow_losses(scale: Scale) -> Table:
     task = _task(scale)
-    makers = {name: make for name, make in _kinds(task, _NARROW).items() if name not in (_MEAN, _PIECES)}
+    makers = {name: make for name, make in _makers(task, _NARROW).items() if name != _PIECES}
     found = measured(makers, scale, rtol=3e-2, moved_by=_as_divided)
-    title = f"bfloat16, collectives before CPU widens them: Adam, {task}"
-    return table(title, found, _targets(found, 1))
+    return table(f"bfloat16, collectives before CPU widens them: Adam, {task}", found, _targets(found))
 
 
 def of_tpus(_: Scale) -> Table:
     """The same losses over TPUs that are not there."""
-    title = f"Losses over 8 TPUs ({TOPOLOGY}), compiled and not run: Adam"
+    title = f"A loss over 8 TPUs ({TOPOLOGY}), compiled and not run: Adam"
     if not has_compiler():
         return Table(title, ["", _FSDP], [], [MISSING])
     task = Task.of(2, 256, 512, jnp.float32)
-    cells = {_FSDP: _fsdp_on_tpu(task, _WIDE)}
-    cells[f"{_ANY}, stacks"] = _on_tpu(task, "stacks", _ANY, _WIDE)
-    cells |= {f"{_PAIR}, {form}": _on_tpu(task, form, _PAIR, _WIDE) for form in ("tree", "vector", "stacks")}
-    cells[f"{_OUTPUTS}, stacks"] = _on_tpu(task, "stacks", _OUTPUTS, _WIDE)
-    cells[f"{_FSDP}, bfloat16"] = _fsdp_on_tpu(task, _NARROW)
-    cells[f"{_PAIR}, stacks, bfloat16"] = _on_tpu(task, "stacks", _PAIR, _NARROW)
+    cells: dict[str, jax.stages.Compiled] = {}
+    for words, dtypes in (("", _WIDE), (", bfloat16", _NARROW)):
+        cells[f"{_FSDP}{words}"] = _fsdp_on_tpu(task, dtypes)
+        cells |= {f"{form}{words}": _on_tpu(task, form, dtypes) for form in _FORMS}
     return _table_of_tpus(f"{title}, {task}", cells, task.bytes)
 
 
-def _targets(found: Mapping[str, Found], limit: float) -> list[Verdict]:
-    names = [name for name in found if name != _FSDP]
+def _targets(found: Mapping[str, Found]) -> list[Verdict]:
+    names = [name for name in found if name not in (_FSDP, _PIECES)]  # pieces reduce their gradients one by one
     targets = [at_most(found, "moved", name, _FSDP, 1) for name in names]
-    targets += [moves(found, name, limit) for name in names if name != _ANY]
-    whole = [name for name in names if name != _PIECES]  # pieces hold the sum of their gradients, and take longer
-    targets += [at_most(found, "temporary", name, _FSDP, SLACK if name == _ANY else 1) for name in whole]
-    return [*targets, *(at_most(found, "step", name, _FSDP, SLACK) for name in whole)]
+    targets += [at_most(found, "temporary", name, _FSDP, SLACK) for name in names]
+    return [*targets, *(at_most(found, "step", name, _FSDP, SLACK) for name in names)]
 
 
-def _table_of_tpus(title: str, cells: Mapping[str, sharding.Ahead], size: int) -> Table:
-    kinds = sorted({row.kind for of in cells.values() for row in of.moved.rows})
-    header = ["", "temporary memory / parameters", "moved / parameters", "MFLOP", *kinds]
-    rows = []
-    for name, of in cells.items():
-        counts = [str(of.moved.count(kind)) for kind in kinds]
-        sizes = f"{of.temporaries / size:.2f}", f"{of.moved.bytes / size:.2f}", f"{of.flops / 1e6:.0f}"
-        rows.append([name, *sizes, *counts])
-    targets = []
-    for name, of in cells.items():
-        against = cells[f"{_FSDP}, bfloat16" if name.endswith("bfloat16") else _FSDP]
-        if of is not against:
-            moved = of.moved.bytes / against.moved.bytes
-            limit = SLACK if name.endswith("vector") else 1  # a vector is moved in whole rows of 128
-            targets.append(Verdict(f"{name}: moves <= {limit:g}x {_FSDP}", moved <= limit, f"{moved:.2f}x"))
-            # The compiler says none of some small programs; why is not known, so a ratio could not be formed.
-            sizes = f"{of.temporaries / size:.2f} and {against.temporaries / size:.2f} of the parameters"
-            targets.append(Verdict(f"{name}: temporary <= 1x {_FSDP}", of.temporaries <= against.temporaries, sizes))
-    return Table(title, header, rows, targets)
+def _table_of_tpus(title: str, cells: Mapping[str, jax.stages.Compiled], size: int) -> Table:
+    counted = {name: moved(of) for name, of in cells.items()}
+    held = {name: of.memory_analysis().temp_size_in_bytes for name, of in cells.items()}
+    kinds = sorted({kind for each in counted.values() for kind in each.counts})
+    rows, targets = [], []
+    for name, its in counted.items():
+        counts = [str(its.counts.get(kind, 0)) for kind in kinds]
+        rows.append([name, f"{held[name] / size:.2f}", f"{its.bytes / size:.2f}", *counts])
+        against = f"{_FSDP}, bfloat16" if name.endswith("bfloat16") else _FSDP
+        if name != against:
+            ratio = its.bytes / counted[against].bytes
+            targets.append(Verdict(f"{name}: moves <= 1x {_FSDP}", ratio <= 1, f"{ratio:.2f}x"))
+    return Table(title, ["", "temporary memory / parameters", "moved / parameters", *kinds], rows, targets)
 
 
 # -- The net and its loss ----------------------------------------------------------------------------------------------
@@ -167,43 +154,26 @@ def _attention(x: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(jnp.where(causal, scores, -1e9)), values) * jax.nn.sigmoid(gates)
 
 
-def _masked(errors: jax.Array, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.sum(errors * mask) / jnp.sum(mask)
-
-
-def _pair(model: Any, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jnp.sum(_errors(model, tokens, mask) * mask), jnp.sum(mask)
-
-
-def _any(model: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    return _masked(_errors(model, tokens, mask), tokens, mask)
+def _masked(model: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.sum(_errors(model, tokens, mask) * mask) / jnp.sum(mask)
 
 
 # -- The steps ---------------------------------------------------------------------------------------------------------
 
-_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    _ANY: (_any, {}),
-    _PAIR: (_pair, {}),
-    _MEAN: (_any, {"loss_is": "mean"}),
-    _OUTPUTS: (_masked, {"outputs": _errors}),
-    _PIECES: (_pair, {"microbatches": 4}),
-}
 
-
-def _kinds(task: Task, dtypes: Mapping[str, Any]) -> Makers:
+def _makers(task: Task, dtypes: Mapping[str, Any]) -> Makers:
     mesh = Mesh(np.array(jax.devices()), ("data",))
     makers = {_FSDP: functools.partial(_fsdp, task, mesh, dtypes)}
-    return makers | {kind: functools.partial(_sharded, task, mesh, kind, dtypes) for kind in _KINDS}
+    makers |= {form: functools.partial(_sharded, task, mesh, form, dtypes) for form in _FORMS}
+    return makers | {_PIECES: functools.partial(_sharded, task, mesh, "stacks", {**dtypes, "microbatches": 4})}
 
 
-def _made(task: Task, mesh: Any, form: Any, kind: str, dtypes: Mapping[str, Any]) -> Any:
-    plan = sharding.plan(task.model, mesh, {"**": "split"}, form=form)
-    loss, options = _KINDS[kind]
-    return sharding.make_step(loss, _ADAM, plan, **options, **dtypes)
+def _made(task: Task, mesh: Any, form: Any, options: Mapping[str, Any]) -> Any:
+    return sharding.make_step(_masked, _ADAM, sharding.plan(task.model, mesh, {"**": "split"}, form=form), **options)
 
 
-def _sharded(task: Task, mesh: Mesh, kind: str, dtypes: Mapping[str, Any]) -> Step:
-    init, step = _made(task, mesh, "stacks", kind, dtypes)
+def _sharded(task: Task, mesh: Mesh, form: Any, options: Mapping[str, Any]) -> Step:
+    init, step = _made(task, mesh, form, options)
     return Step(step, *init(task.model), _laid(task, mesh))
 
 
@@ -230,7 +200,7 @@ def _jitted(task: Task, mesh: Mesh, dtypes: Mapping[str, Any]) -> tuple[Any, Any
     dtype = dtypes.get("compute_dtype", jnp.float32)
 
     def loss(params: Any, *batch: Any) -> jax.Array:
-        return _any(tp.combine(jax.tree.map(lambda leaf: leaf.astype(dtype), params), rest), *batch)
+        return _masked(tp.combine(jax.tree.map(lambda leaf: leaf.astype(dtype), params), rest), *batch)
 
     def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, *batch)
@@ -242,32 +212,31 @@ def _jitted(task: Task, mesh: Mesh, dtypes: Mapping[str, Any]) -> tuple[Any, Any
     return jax.jit(step, in_shardings=ins, out_shardings=results, donate_argnums=(0, 1)), params_at, state_at
 
 
-def _as_divided(step: Step) -> sharding.Collectives:
-    """The collectives of a program as XLA divides it; on CPU it widens narrow floats later."""
+def _as_divided(step: Step) -> str:
+    """The text of a program as XLA divides it; on CPU it widens narrow floats later."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         step.lower(step.state, *step.args).compile(compiler_options=options)
         (path,) = pathlib.Path(folder).glob("*after_spmd-partitioning*")
-        return sharding.collectives(path.read_text())
+        return path.read_text()
 
 
 # -- Devices that are not there ----------------------------------------------------------------------------------------
 
 
-def _on_tpu(task: Task, form: Any, kind: str, dtypes: Mapping[str, Any]) -> sharding.Ahead:
-    init, step = _made(task, AbstractMesh((8,), ("data",)), form, kind, dtypes)
-    return on_tpu(step, *init(jax.eval_shape(lambda: task.model)), *_shapes(task.batch))
+def _on_tpu(task: Task, form: Any, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    init, step = _made(task, mesh_of_tpus(), form, options)
+    return step.lower(*init(jax.eval_shape(lambda: task.model)), *_shapes(task.batch)).compile()
 
 
-def _fsdp_on_tpu(task: Task, dtypes: Mapping[str, Any]) -> sharding.Ahead:
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,), devices=list(devices))
-    step, *lying = _jitted(task, mesh, dtypes)
+def _fsdp_on_tpu(task: Task, dtypes: Mapping[str, Any]) -> jax.stages.Compiled:
+    step, *lying = _jitted(task, mesh_of_tpus(), dtypes)
     params, _ = tp.partition(task.model)
     given = params, jax.eval_shape(_ADAM.init, params)
     laid = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), given, tuple(lying))
-    return on_tpu(step, *laid, *_shapes(task.batch))
+    return step.lower(*laid, *_shapes(task.batch)).compile()
 
 
 def _shapes(batch: Any) -> Any:
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), batch)
+    along = NamedSharding(mesh_of_tpus(), PartitionSpec("data"))
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=along), batch)

@@ -22,12 +22,10 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
 def make():
-    layer = lambda: {"q": (WIDTH,), "k": (WIDTH,), "v": (WIDTH,), "o": (WIDTH,), "up": (4 * WIDTH,)}
-    layers = [
-        {name: jnp.zeros((WIDTH, *shape)) for name, shape in layer().items()}
-        | {"down": jnp.zeros((4 * WIDTH, WIDTH)), "b1": jnp.zeros(4 * WIDTH), "b2": jnp.zeros(WIDTH)}
-        for _ in range(LAYERS)
-    ]
+    attention = lambda: {name: jnp.zeros((WIDTH, WIDTH)) for name in "qkvo"}
+    ahead = lambda: {"up": jnp.zeros((WIDTH, 4 * WIDTH)), "down": jnp.zeros((4 * WIDTH, WIDTH))}
+    biases = lambda: {"b1": jnp.zeros(4 * WIDTH), "b2": jnp.zeros(WIDTH)}
+    layers = [attention() | ahead() | biases() for _ in range(LAYERS)]
     return {"embed": jnp.zeros((VOCABULARY, WIDTH)), "head": jnp.zeros((WIDTH, VOCABULARY)), "layers": layers}
 
 

@@ -17,7 +17,6 @@ from ..nets import mesh_of
 from ..zoo import assert_same, ramp
 
 MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-TWO = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 EMBED = ramp(16, 4)
 MODEL = {
     "embed": EMBED,
@@ -118,57 +117,6 @@ def test_specs_of_parameters_in_each_form():
     assert specs_of(both.batch) == (("replica", "fsdp"),)
 
 
-def test_a_vector_is_padded_so_that_its_length_does_not_depend_on_the_devices():
-    lengths = {
-        plan_of({"**": "split"}, ALL_TRAINED, AbstractMesh((n,), ("data",)), form="vector").shapes().shape
-        for n in (1, 2, 4, 8, 64, 128)
-    }
-    assert lengths == {(256,)}
-    plan = plan_of({"**": "split"}, ALL_TRAINED, AbstractMesh((3,), ("data",)), form="vector")
-    assert plan.shapes().shape == (384,)
-    assert (
-        repr(plan).splitlines()[-1]
-        == "vector, padded to 384 elements over ('data': 3): 1,536 bytes, 512 on each device"
-    )
-    along_model = plan_of({"**": P("model")}, mesh=AbstractMesh((1, 3), ("data", "model")), axis="data", form="vector")
-    assert along_model.shapes().shape[0] % 3 == 0
-
-
-ELEMENTWISE = {
-    "adam": (optax.adam(1e-3), lambda state: [state[0].mu, state[0].nu]),
-    "momentum": (optax.sgd(1e-3, 0.9), lambda state: [state[0].trace]),
-    "hyperparameters": (
-        optax.inject_hyperparams(optax.adam)(1e-3),
-        lambda state: [state.inner_state[0].mu, state.inner_state[0].nu],
-    ),
-    "several steps": (optax.MultiSteps(optax.sgd(1e-3), 3), lambda state: [state.acc_grads]),
-    "if finite": (
-        optax.apply_if_finite(optax.adam(1e-3), 3),
-        lambda state: [state.inner_state[0].mu, state.inner_state[0].nu],
-    ),
-    "clipped": (
-        optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-3)),
-        lambda state: [state[1][0].mu, state[1][0].nu],
-    ),
-}
-
-
-@pytest.mark.parametrize("form", ["tree", "vector", "stacks"])
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_the_state_of_what_is_split_is_split(name, form):
-    tx, moments_of = ELEMENTWISE[name]
-    rules = {"**": "split"} if form == "vector" else GROUPS if form == "stacks" else RULES
-    plan = plan_of(rules, form=form)
-    state, moments = plan.state(tx), moments_of(plan.state(tx))
-    for each in moments:
-        assert specs_of(each) == specs_of(plan.params)
-    # All else, counts and hyperparameters, is whole.
-    split = sum(sharding.spec != P() for sharding in jax.tree.leaves(moments))
-    assert sum(any(sharding.spec) for sharding in jax.tree.leaves(state)) <= split
-    start = jax.eval_shape(tx.init, plan.shapes())
-    assert jax.tree.structure(state) == jax.tree.structure(start)
-
-
 def test_the_state_of_rules_of_parts():
     per_leaf = optim.per_leaf(optax.adafactor(1e-3, min_dim_size_to_factor=2))
     state = specs_of(plan_of({"layers": "owned", "embed": "whole"}, form="stacks").state(per_leaf))
@@ -207,31 +155,11 @@ def test_arrays_of_other_shapes_than_their_parameters():
     assert accumulators == [(None, "data"), ()]
 
 
-def test_keys_of_a_model_that_read_like_those_of_stacks():
-    model = {"float32[4]": ramp(8, 4), "float32[8,4]": ramp(8, 4)}
-    rule = optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2))
-    for key, state in specs_of(plan_of({"**": "split"}, model).state(rule)).states.items():
-        assert (key in model, state[0].count, {state[0].v_row, state[0].v_col}) == (True, (), {("data",), ()})
-
-
 def test_a_state_that_is_not_kept_leaf_by_leaf():
     rule = optax.flatten(optax.adam(0.1))
     with pytest.raises(ValueError, match="not kept leaf by leaf"):
         plan_of().state(rule)
     assert specs_of(plan_of({"**": "whole"}).state(rule))[0].mu == ()  # where nothing is split, nothing is asked
-
-
-def test_a_rule_that_looks_at_shapes_and_has_parts():
-    """Adafactor factorises axes of at least 128."""
-    message = r"structure for longer parameters, at \[0\].*\['below'\]: the rule looks at the shapes.*\"owned\" with"
-    with pytest.raises(ValueError, match=message):
-        plan_of(model={"below": jnp.ones((100, 200))}, rules={"**": "split"}).state(optax.adafactor(1e-3))
-
-
-@pytest.mark.parametrize("wrap", [optim.trainable, optim.flat])
-def test_transformations_over_models_are_refused(wrap):
-    with pytest.raises(ValueError, match=r"expected an Optax optimiser.*the plan's layout already says which"):
-        plan_of().state(wrap(optax.adam(1e-3)))
 
 
 def test_an_average_lies_as_what_it_is_of():
@@ -268,15 +196,6 @@ def test_there_and_back(form, rules):
         plan.model(jnp.ones(3))
     with pytest.raises(ValueError, match=r"does not fit the layout.*\n'key' is"):
         plan.ravel(ALL_TRAINED | {"key": ramp(4)})
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_stacks_rest_in_one_order_over_any_number_of_devices(n):
-    model = {"layers": [{"w": ramp(2, 2, start=i)} for i in range(8)]}
-    mesh = jax.make_mesh((n,), ("data",), devices=jax.devices()[:n])
-    stacks = plan_of({"**": "owned"}, model, mesh, form="stacks").ravel(model)
-    assert stacks["float32[2,2]"].addressable_shards[0].data.shape == (8 // n, 2, 2)
-    jax.tree.map(np.testing.assert_array_equal, stacks, tp.stack(model)[0])
 
 
 @pytest.mark.parametrize(("form", "rules"), [("tree", RULES), ("vector", {"**": "split"}), ("stacks", GROUPS)])
@@ -337,12 +256,77 @@ def test_what_lies_over_shapes_alone_is_not_put():
             place(MODEL)
 
 
-def test_over_axes_of_tensors():
-    plan = plan_of({"layers.*.w": P(None, "model"), "layers.*.b": "whole", "**": "split"}, mesh=TWO, axis="data")
-    assert "layers.0.w  float32[4,4]   P(None, 'model')                 32" in repr(plan)
-    put = plan.put(MODEL)
-    assert put["layers"][0]["w"].addressable_shards[0].data.shape == (4, 2)
-    assert put["embed"].addressable_shards[0].data.shape == (8, 4)
-    assert list(plan.replicated) == [f"layers.{i}.b" for i in range(4)]
-    mu = plan.state(optax.adam(1e-3))[0].mu
-    assert specs_of(mu)["layers"] == [{"b": (), "w": (None, "model")}] * 4
+# -- Frozen parameters -------------------------------------------------------------------------------------------------
+
+ROWS, WIDTH, RANK = 8, 64, 4
+
+
+def places(tree):
+    return [leaf.sharding for leaf in jax.tree.leaves(tree)]
+
+
+def deep():
+    """Eight matrices, which are frozen, and changes of low rank."""
+    layer = lambda: {"base": jnp.ones((WIDTH, WIDTH)), "a": jnp.ones((WIDTH, RANK)), "b": jnp.zeros((RANK, WIDTH))}
+    return {"layers": [layer() for _ in range(ROWS)]}
+
+
+EVERY = {"layers.*.[ab]": "split"}
+
+
+ANY = AbstractMesh((4,), ("data",))
+
+
+def test_those_that_no_rule_matches_are_whole_and_listed():
+    model = {"w": ramp(8, 4), "base": ramp(16, 4), "small": ramp(3), "copy": ramp(4, 8), "n": jnp.arange(5)}
+    layout = tp.layout(model, freeze=("base", "small", "copy"))
+    plan = sharding.plan(layout, ANY, {"w": "split", "small": "whole"})
+    assert plan.replicated == {"base": 256, "copy": 128, "small": 12}
+    # A rule for frozen parameters alone is one.
+    plan = sharding.plan(layout, ANY, {"w": "whole", "base": "split", "copy": P(None, "data")})
+    assert repr(plan).splitlines()[2:] == [
+        "base   float32[16,4]  P('data'), frozen                      64",
+        "copy   float32[4,8]   P(None, 'data'), frozen                32",
+        "small  float32[3]     whole, frozen                          12",
+        "tree over ('data': 4): 524 bytes (396 frozen), 236 on each device",
+        "whole on each device: 2, the largest 'w' of 128 bytes",
+    ]
+
+
+def test_a_frozen_alias_lies_as_its_source():
+    base = ramp(8, 4)
+    model = {"again": base, "base": base, "turned": base.T, "w": ramp(8)}
+    layout = tp.layout(model, freeze=("again", "base", "turned"), ties={"turned": ("base", jnp.transpose)})
+    plan = sharding.plan(layout, mesh_of(4), {"base": "split", "w": "whole"})
+    put = plan.put(model)
+    assert put["again"] is put["base"]
+    assert put["base"].addressable_shards[0].data.shape == (2, 4)
+    assert put["turned"].addressable_shards[0].data.shape == (1, 8)
+    assert "again" not in repr(plan)
+
+
+def test_buffers_and_integers_are_whole_whatever_rules_say():
+    norm = eqx.nn.BatchNorm(3, "batch", mode="batch")
+    model = {"norm": norm, "numbers": jnp.arange(5), "key": jax.random.key(0), "w": ramp(8)}
+    plan = sharding.plan(model, mesh_of(4), {"norm.weight": "whole", "norm.bias": "whole", "**": "split"})
+    assert "frozen" not in repr(plan)
+    put = plan.put(model)
+    arrays = [leaf for leaf in jax.tree.leaves((put["norm"], put["numbers"], put["key"])) if eqx.is_array(leaf)]
+    assert len(arrays) > 4
+    assert all(leaf.is_fully_replicated for leaf in arrays)
+
+
+def test_shapes_lie_as_values_do():
+    for options in ({}, {"loss_takes": "form"}):
+        layout = tp.layout(deep(), freeze="layers.*.base")
+        plan = sharding.plan(layout, mesh_of(4), {**EVERY, "**": "split"}, form="stacks")
+        init, _ = sharding.make_step(lambda *args: 0.0, optax.sgd(0.1), plan, **options)
+        states = [init(model)[1] for model in (deep(), jax.eval_shape(deep))]
+        assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+        pairs = [*zip(jax.tree.leaves(states[0]), jax.tree.leaves(states[1]), strict=True)]
+        assert pairs[-2][0].addressable_shards[0].data.shape in [(ROWS, WIDTH // 4, WIDTH), (WIDTH // 4, WIDTH)]
+        assert all(value.sharding.is_equivalent_to(shape.sharding, value.ndim) for value, shape in pairs)
+        _, made = jax.jit(init)(deep())
+        assert all(
+            a.is_equivalent_to(b, c.ndim) for a, b, (c, _) in zip(places(made), places(states[0]), pairs, strict=True)
+        )

@@ -15,7 +15,7 @@ import pytest
 
 from treeparams.sharding._agree import agree
 
-PROGRAMS = pathlib.Path(__file__).with_name("programs.py")
+PROGRAMS = pathlib.Path(__file__).with_name("_process_programs")
 
 
 class Group:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import optim, sharding
 
-from ..long import LONG, some
+from ..long import some
 from ..nets import AUTO, EXPLICIT, mesh_of, two_axes
 from ..zoo import enable_x64
 
@@ -114,6 +114,8 @@ def on_one_device(backwards=False):
 SMALL = {"layers.*.b": "whole", "tail.*.c": "whole"}
 OWNED, SPLIT, WHOLE = {**SMALL, "**": "owned"}, {**SMALL, "**": "split"}, {"**": "whole"}
 BY_SPEC = {"layers.*.query": P(None, "data"), "layers.*.out": "whole", **SMALL, "layers": "split", "**": P("data")}
+REPLICAS = {"axis": "fsdp", "batch_axis": ("replica", "fsdp")}
+TENSORS = {"layers.*.[qk]*": P("data", "model"), "layers.*.scale": "whole", **SMALL, "**": P(None, "model")}
 CASES = {  # rules, mesh, axes, options of the scan
     "owned, explicit": (OWNED, mesh_of(4, EXPLICIT), {}, {"unroll": 2}),
     "owned, 1 device": (OWNED, mesh_of(1), {}, {}),
@@ -121,19 +123,9 @@ CASES = {  # rules, mesh, axes, options of the scan
     "owned, lent": (OWNED, mesh_of(8), {}, {}),
     "split, in pieces, reverse": (SPLIT, mesh_of(4), {}, {"reverse": True}),
     "whole": (WHOLE, mesh_of(4), {}, {}),
-    "owned, two axes": (
-        OWNED,
-        two_axes(("replica", "fsdp")),
-        {"axis": "fsdp", "batch_axis": ("replica", "fsdp")},
-        {},
-    ),
+    "owned, two axes": (OWNED, two_axes(("replica", "fsdp")), REPLICAS, {}),
     "many rules": (BY_SPEC, mesh_of(4), {}, {}),
-    "tensors": (
-        {"layers.*.[qk]*": P("data", "model"), "layers.*.scale": "whole", **SMALL, "**": P(None, "model")},
-        two_axes(("data", "model")),
-        {"axis": "data"},
-        {},
-    ),
+    "tensors": (TENSORS, two_axes(("data", "model")), {"axis": "data"}, {}),
 }
 
 
@@ -161,30 +153,6 @@ def test_layers_in_a_scan_are_those_of_one_device(name):
     assert back["tail"][0]["w"] is back["a_first"]
     assert back["layers"][0]["f"] is jnp.tanh
     np.testing.assert_array_equal(back["layers"][1]["scale"], model["layers"][1]["scale"])
-
-
-@pytest.mark.parametrize("form", ["vector", pytest.param("tree", marks=LONG)])
-def test_a_vector_and_a_tree_as_they_rest(form):
-    """With a `Restructure` beside a vector, and with the `Rest` beside a canonical tree."""
-    seen = []
-
-    def of(params, rest, x, y):
-        seen.append((params, rest))
-        model = rest(params) if form == "vector" else tp.combine(params, rest)
-        return of_model(model, x, y)
-
-    with enable_x64(True):
-        model = attention()
-        plan = sharding.plan(layout_of(model), mesh_of(4), {"**": "split"} if form == "vector" else SPLIT, form=form)
-        init, step = sharding.make_step(of, TX, plan, loss_takes="form")
-        params, state = init(model)
-        want, values = on_one_device()
-        for expected in values:
-            params, state, value = step(params, state, X, Y)
-            np.testing.assert_allclose(value, expected, 1e-10)
-        got = tp.partition(plan.model(params, state), plan.layout)[0]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-10), got, want)
-    assert {type(rest) for _, rest in seen} == {tp.Restructure if form == "vector" else tp.Rest}
 
 
 def test_what_cannot_be_scanned():

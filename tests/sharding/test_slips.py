@@ -13,7 +13,7 @@ import treeparams as tp
 from treeparams import optim, sharding
 
 from .. import nets
-from ..nets import ADAM, BATCH, MIXED, RULES, SPLIT, loss, mesh_of, model_of, started, two_axes
+from ..nets import ADAM, BATCH, MIXED, RULES, SPLIT, loss, mesh_of, started, two_axes
 from ..zoo import ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
@@ -30,9 +30,7 @@ LAYOUT = tp.layout({
     ("rules", "options", "message"),
     [
         ({"embed": "split"}, {}, "no rule matches\n'layers.0.b'~add a last rule for all other parameters"),
-        ({}, {}, "no rule matches"),
         ({"**": "whole", "layers": "split", "embed": "whole"}, {}, "'layers' comes too late: '**' before it selects"),
-        ({"**": "split", "layers": "whole"}, {}, "'layers' comes too late: '**' before it selects"),
         ({"head": "whole", "layers": "whole"}, {}, "'head' names 'head', but 'embed' and 'head' are one array"),
         ({"embd": "split", "**": "whole"}, {}, "'embd' selects nothing; nearest: 'embed'"),
         (
@@ -51,36 +49,22 @@ LAYOUT = tp.layout({
             "none of its axes is a multiple of 4; write a split over another axis of the mesh, 'model', or \"whole\"",
         ),
         ({"**": "owned"}, {}, '\'**\': "owned" is for rows of stacks; write form="stacks", or "split" in a tree'),
-        ({"**": "owned"}, {"form": "vector"}, 'write form="stacks", or "split" in a vector'),
         (
             {"embed": "whole", "**": "split"},
             {"form": "vector"},
             "all parts of a vector need the same rule, but 'embed' has 'whole' and 'layers.0.b'~form=\"stacks\"",
         ),
         ({"**": P(None, "data")}, {"form": "vector"}, "the spec has 2 entries, the array 1 ax"),
-        (
-            {"embed": P("model"), "**": "whole"},
-            {},
-            "'embed'~the mesh has no axis 'model'; its axes are 'data'",
-        ),
         ({"embed": P(None, None, "data"), "**": "whole"}, {}, "the spec has 3 entries, the array 2 axes"),
         ({"embed": P("data", "data"), "**": "whole"}, {}, "the spec names an axis of the mesh twice"),
-        (
-            {"**": P("data")},
-            {},
-            "'layers.0.b' (float32[3]), by '**': its axis 0 of size 3 is no multiple of 4",
-        ),
         (
             {"embed": P(("data", "model")), "**": "whole"},
             {"mesh": TWO, "axis": "data"},
             "axis 0 is split along the batch and along another axis of the mesh at once",
         ),
-        ({"**": "spilt"}, {}, '\'**\': expected "split", "owned", "whole" or a PartitionSpec, got \'spilt\''),
-        ({"**": None}, {}, 'expected "split", "owned", "whole" or a PartitionSpec, got None'),
         ({"**": P(P.UNCONSTRAINED)}, {}, "its entries must be None, the name of an axis of the mesh, or a tuple"),
         ({"**": "whole"}, {"form": "stack"}, 'form must be "tree", "vector" or "stacks", got \'stack\''),
         ({"**": "whole"}, {"axis": "model"}, "axis: the mesh has no axis 'model'; its axes are 'data'"),
-        ({"**": "whole"}, {"batch_axis": ("data", "x")}, "batch_axis: the mesh has no axis 'x'"),
         ({"**": "whole"}, {"mesh": TWO}, "the mesh has the axes 'data', 'model': name with axis="),
         (
             {"**": "whole"},
@@ -93,19 +77,6 @@ def test_rules_that_cannot_be(rules, options, message):
     """In the messages, ~ is for what stands between."""
     pattern = ".*".join(map(re.escape, message.split("~")))
     with pytest.raises(ValueError, match=f"(?s){pattern}"):
-        sharding.plan(LAYOUT, rules=rules, **({"mesh": MESH} | options))
-
-
-@pytest.mark.parametrize(
-    ("rules", "options", "message"),
-    [
-        ("split", {}, r'rules must be a dictionary \{where: rule\}, such as \{"\*\*": "split"\}, got str'),
-        ({"**": "whole"}, {"mesh": 4}, r"expected a mesh, such as jax\.make_mesh.*, got int"),
-        ({"**": "whole"}, {"axis": 3}, "axis"),
-    ],
-)
-def test_what_is_no_rule_no_mesh_no_axis(rules, options, message):
-    with pytest.raises(TypeError, match=message):
         sharding.plan(LAYOUT, rules=rules, **({"mesh": MESH} | options))
 
 
@@ -131,21 +102,6 @@ def test_steps_that_cannot_be(tx, form, rules, options, message):
     plan = sharding.plan(nets.LAYOUT, mesh_of(), rules, form=form)
     with pytest.raises((ValueError, TypeError), match=f"(?s){message}"):
         sharding.make_step(loss, tx, plan, **options)
-
-
-def test_batches_and_parameters_that_do_not_fit():
-    _, step, params, state = started(optax.sgd(0.1), form="tree")
-    few = tuple(each[:6] for each in BATCH)
-    with pytest.raises(ValueError, match=r"batch\[0\] has 6 examples, which 4 devices along .*'data'.* cannot share"):
-        step(params, state, *few)
-    with pytest.raises(ValueError, match=r"batch\[0\] has 16 examples and batch\[1\] 6"):
-        step(params, state, BATCH[0], few[1])
-    _, other, *_ = started(optax.sgd(0.1), form="vector")
-    with pytest.raises((ValueError, TypeError), match=r"expected the parameters in their form, a vector"):
-        other(params, state, *BATCH)
-    plan = sharding.plan(nets.LAYOUT, mesh_of(), SPLIT)
-    with pytest.raises(ValueError, match=r"does not fit the layout.*\n'embed' is float32\[12,4\]"):
-        sharding.make_step(loss, ADAM, plan)[0](model_of() | {"embed": ramp(8, 4)})
 
 
 def test_batches_without_examples_and_losses_that_are_no_number():
@@ -186,7 +142,7 @@ SLIPS = {
         lambda t: t.step(NET, t.state, X, X),
         "got MLP of 6 arrays.* Pass those that init.* params, state = init\\(model\\)",
     ),
-    "no state": (lambda t: t.step(t.params, X, X), "got float32.32,8.* Write params, state, value = step\\(params"),
+    "no state": (lambda t: t.step(t.params, X, X), "got float32.32,8.* Write params, state, value = step.params"),
     "params of an earlier step": (
         lambda t: (t.step(t.params, t.state, X, X), t.step(t.params, t.state, X, X)),
         "an earlier step, which donates.* Use those that it returned",
@@ -206,7 +162,7 @@ SLIPS = {
     "the model for params, in plan.model": (lambda t: t.plan.model(NET, t.state), "got MLP of 6 arrays.* Pass those"),
     "params for the state, in plan.model": (
         lambda t: t.plan.model(t.params, t.params),
-        "expected the state.*got MLP. Write plan.model\\(params, state\\)",
+        "expected the state.*got MLP. Write .* plan.model.params, state",
     ),
     "an axis that cannot be divided": (
         lambda t: sharding.plan(eqx.nn.MLP(7, 7, 7, 1, key=jax.random.key(0)), mesh_of(), SPLIT),

@@ -29,7 +29,7 @@ from .._tree.structure import is_array
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree
 from ._compute import Compute
-from ._placement import Placement
+from ._placement import Placement, described
 from ._put import put_leaf
 from ._specs import Axes, first_divided, names_of
 
@@ -76,6 +76,7 @@ class Loss:
     def __call__(self, params: PyTree, rest: Any, model_state: Any, batch: PyTree) -> Found:
         """Returns the value of the loss, its gradient, sharded as the parameters are, and its other results."""
         placement = self.placement
+        self._check_arguments(batch)
         arrays, treedef, shardings = self._taken(batch)
         batch = treedef.unflatten(list(map(lay, map(jnp.asarray, arrays), shardings)))
         whole = placement.whole
@@ -96,13 +97,13 @@ class Loss:
     def _taken(self, batch: PyTree) -> tuple[list[Any], Any, list[NamedSharding]]:
         """Checks a batch, and returns its arrays, its treedef and their shardings: examples split, scalars whole."""
         arrays, treedef = jtu.tree_flatten_with_path(batch)
-        self._check(batch, arrays)
+        self._check(arrays)
         along, whole = self.placement.batch, self.placement.whole
         leaves = [array for _, array in arrays]
         return leaves, treedef, [along if jnp.ndim(leaf) else whole for leaf in leaves]
 
-    def _check(self, batch: Sequence[Any], arrays: Sequence[tuple[Any, Any]]) -> None:
-        """Checks that the loss takes this batch, and that the devices can share its examples equally."""
+    def _check_arguments(self, batch: Sequence[Any]) -> None:
+        """Checks that the loss takes this batch."""
         before = 1 + self.takes_form + self.has_state
         try:
             inspect.signature(self.function).bind(*[None] * before, *batch)
@@ -114,6 +115,9 @@ class Loss:
                 f"the loss does not take this batch ({error}): step got {got} after params and state. Pass the "
                 "arguments of the loss one by one: step(params, state, x, y)"
             ) from None
+
+    def _check(self, arrays: Sequence[tuple[Any, Any]]) -> None:
+        """Checks that the devices can share the examples equally."""
         counts = [(path, jnp.shape(array)[0]) for path, array in arrays if jnp.ndim(array)]
         if not counts and self.pieces == 1:
             return
@@ -226,9 +230,8 @@ class Loss:
         is_number = is_array(result) and not result.shape and jnp.issubdtype(result.dtype, jnp.floating)
         if is_number or isinstance(result, float):
             return jnp.asarray(result), (aux, after)
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
         remedy = "Return (value, aux) and pass has_aux=True; or, of a sum and a weight, return the quotient"
-        raise TypeError(f"the loss must return one real number, got {got}. {remedy}")
+        raise TypeError(f"the loss must return one real number, got {_in_words(result)}. {remedy}")
 
 
 class Gathered(Restructure[Any]):
@@ -309,21 +312,21 @@ def _by_columns(stack: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
 def _two(result: Any, option: str, expected: str) -> tuple[Any, Any]:
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
-    raise TypeError(f"with {option} the loss must return {expected}, got {got}")
+    raise TypeError(f"with {option} the loss must return {expected}, got {_in_words(result)}")
+
+
+def _in_words(result: Any) -> str:
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
 
 
 def _check_model_state(before: PyTree, after: PyTree) -> None:
     """Checks that the loss returned a state with the tree, shapes and dtypes of the one it was given."""
-    ours, its = (
-        {jtu.keystr(path): describe(leaf) for path, leaf in jtu.tree_leaves_with_path(tree)} for tree in (before, after)
-    )
-    wrong = next((path for path in [*ours, *its] if ours.get(path) != its.get(path)), None)
-    if wrong is not None:
+    ours, its = (dict(described(tree, describe)) for tree in (before, after))
+    for path in [path for path in {**ours, **its} if ours.get(path) != its.get(path)][:1]:
         raise ValueError(
-            f"the loss returned a different state of the model than it was given: state{wrong} was "
-            f"{ours.get(wrong, 'nothing')} and is {its.get(wrong, 'nothing')}; return one with the same tree, shapes "
-            "and dtypes"
+            f"the loss returned a different state of the model than it was given: state{path} was "
+            f"{ours.get(path, 'nothing')} and is {its.get(path, 'nothing')}; return one with the same tree, shapes and "
+            "dtypes"
         )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -54,12 +54,17 @@ StepState.__module__ = "treeparams.sharding"
 jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout", "model_state"], [])
 
 
-def check_layout(placement: Placement, said: Mapping[str, Any]) -> None:
-    """Checks that a state belongs to the layout of a plan; `said` is its `StepState.layout`."""
+def check_state(placement: Placement, state: object) -> None:
+    """Checks that a state was made for the layout of a plan."""
+    if not isinstance(state, StepState):
+        raise TypeError(
+            f"expected the state that init or the last step returned, got {describe(state)}. Write "
+            "params, state, value = step(params, state, *batch), and plan.model(params, state)"
+        )
     digest = placement.layout.digest
-    if said.keys() != {digest}:
+    if state.layout.keys() != {digest}:
         raise ValueError(
-            f"the state belongs to another layout: its digest is {quoted([*said]) or 'missing'}, the plan's is "
+            f"the state belongs to another layout: its digest is {quoted([*state.layout]) or 'missing'}, the plan's is "
             f"{digest!r}. The layouts differ in paths, shapes, dtypes, trained parameters or ties, so values would go "
             "to the wrong parameters. Make the plan from the model of the state, or start with init(model)"
         )
@@ -181,12 +186,7 @@ class Plan:
                 and you gave no state.
         """
         if state is not None:
-            if not isinstance(state, StepState):
-                raise TypeError(
-                    f"expected the state that init or the last step returned, got {describe(state)}. Write "
-                    "plan.model(params, state)"
-                )
-            check_layout(self._placement, state.layout)
+            check_state(self._placement, state)
         rest = self._rest if state is None else state.rest
         if isinstance(rest, Restructure):
             rest = released(rest)
@@ -309,7 +309,9 @@ def plan(
             is missing although the mesh has several.
         TypeError: `mesh` is not a mesh, or `rules` is not a dictionary.
     """
-    axes = axes_of(_this_device() if mesh is None else mesh, axis, batch_axis)
+    # Not the first of `jax.devices()`, which may be another one, and over several processes that of another process.
+    here = [*jnp.zeros(()).sharding.device_set]
+    axes = axes_of(Mesh(np.array(here), ("data",)) if mesh is None else mesh, axis, batch_axis)
     rest = None if isinstance(model, Layout) else take_apart(model, None).rest
     layout = model if rest is None else rest.layout
     is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(model))
@@ -319,12 +321,6 @@ def plan(
 
 _NO_RULES = 'no rules were given, so all parameters are whole on each device; write {"**": "split"} to divide them'
 _OF_SHAPES = "made from shapes, which do not show ties; name them, tp.layout(shapes, ties={alias: path})"
-
-
-def _this_device() -> Mesh:
-    """Returns a mesh of the one device on which JAX places arrays by default."""
-    # Not the first of `jax.devices()`, which may be another one, and over several processes that of another process.
-    return Mesh(np.array([*jnp.zeros(()).sharding.device_set]), ("data",))
 
 
 placement_of: Callable[[Plan], Placement] = operator.attrgetter("_placement")

@@ -29,7 +29,7 @@ from ._agree import agree, is_shared, surroundings_in_words, values_in_words
 from ._compute import Compute, ComputeDtype
 from ._loss import Loss
 from ._placement import Placement, described
-from ._plan import Plan, StepState, check_layout, placement_of
+from ._plan import Plan, StepState, check_state, placement_of
 from ._put import put_leaf
 from ._update import Average, Update, sharding_of
 
@@ -42,11 +42,11 @@ def _with_known_options(make: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(make)
     def called(*args: P.args, **options: P.kwargs) -> T:
-        known = inspect.signature(make).parameters
-        for name in options.keys() - known.keys():
+        known = list(inspect.signature(make).parameters)
+        for name in options.keys() - set(known):
             raise TypeError(
                 f"sharding.make_step has no option {name!r}. A loss is a function of the whole batch, of which nothing "
-                f"is declared but {', '.join(each for each in known if known[each].kind == known[each].KEYWORD_ONLY)}"
+                f"is declared but {', '.join(known[3:])}"
             )
         return make(*args, **options)
 
@@ -305,11 +305,7 @@ class Step:
         """Checks what `jax.jit` would say nothing of, or too much; each call of a step comes by here."""
         leaves, treedef = jtu.tree_flatten(params)
         first: Any = leaves[0] if leaves else None
-        if not isinstance(state, StepState):
-            raise TypeError(
-                f"expected the state that init or the last step returned, got {describe(state)}. Write "
-                "params, state, value = step(params, state, *batch)"
-            )
+        check_state(self._placement, state)
         # JAX, when run over several devices of a CPU, ends the process without a word.
         if isinstance(first, jax.Array) and not isinstance(first, Tracer) and first.is_deleted():
             raise ValueError(
@@ -321,7 +317,6 @@ class Step:
 
     def _check_state(self, state: StepState) -> None:
         """Checks that a state belongs to this step."""
-        check_layout(self._placement, state.layout)
         kept, rest = (state.rule, state.average), Restructure if self._loss.takes_restructure else Rest
         is_alike = described(kept, jnp.shape) == described(self._kept, jnp.shape) and isinstance(state.rest, rest)
         if not is_alike or (state.model_state is not None) != self._loss.has_state:

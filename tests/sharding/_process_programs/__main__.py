@@ -1,6 +1,6 @@
 """What the processes of test_processes.py run.
 
-    python tests/sharding/programs.py PROGRAM ADDRESS PROCESSES PROCESS FOLDER
+    python tests/sharding/_process_programs PROGRAM ADDRESS PROCESSES PROCESS FOLDER
 
 Each writes what it found to a file in the folder, and its seconds; what it says on stderr is read as well.
 """
@@ -97,16 +97,16 @@ def alone(form):
     return tp.trainables(model(params), tp.layout(make(), freeze="top.shift"))
 
 
-def difference(form="tree", values=1, at="init", **change):
+def difference(values=1, **change):
     """What is said where the last process has another plan, step or values."""
     is_last, model = jax.process_index() == jax.process_count() - 1, make()
     options = {name: change.pop(name) for name in ("rules", "rule", "mesh") if name in change}
     if is_last:
         model = make(**change)
         model["top"]["scale"] *= values
-    _, init, step = prepared(form, model, **{"rule": optax.sgd(1e-2)} | (options if is_last else {}))
+    _, init, _ = prepared("tree", model, **{"rule": optax.sgd(1e-2)} | (options if is_last else {}))
     try:
-        params, state = init(model if at == "init" else jax.eval_shape(lambda: model))
+        init(model)
     except ValueError as problem:
         return str(problem)
     return None
@@ -135,11 +135,12 @@ def trains(folder):
 def meets(folder):
     """Meets the others again and again, until somebody does not come."""
     (folder / f"ready{jax.process_index()}").touch()
-    for number in range(10_000):
+    number = 0
+    while not multihost_utils.reached_preemption_sync_point(number):
         multihost_utils.sync_global_devices(str(number))
-        if multihost_utils.reached_preemption_sync_point(number):
-            return {"at": number}
         time.sleep(0.05)
+        number += 1
+    return {"at": number}
 
 
 if __name__ == "__main__":
