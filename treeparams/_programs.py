@@ -97,12 +97,8 @@ _TABLE = {
 _KINDS = {name: kind for kind, names in _TABLE.items() for name in names.split()}
 
 # Of these operations other operands say where the values go.
-_VALUES = {
-    "dynamic_update_slice": slice(2),
-    "scatter": slice(0, 3, 2),
-    "scatter-add": slice(0, 3, 2),
-    "select_n": slice(1, None),
-}
+_VALUES = {"dynamic_update_slice": slice(2), "select_n": slice(1, None)}
+_VALUES |= dict.fromkeys(("scatter", "scatter-add"), slice(0, 3, 2))
 
 
 def name_of(eqn: JaxprEqn) -> str:

@@ -44,7 +44,7 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
 
     `f` is traced and never run. The program is followed through loops, branches, `jax.jit`, `jax.checkpoint` and
     functions with custom derivative rules, whose rules decide. In doubt a parameter counts as reached: through a
-    product with zero; if only some of its elements are used; through an array that is written in place; by a custom
+    product with zero; if only some of its elements are used; through an operation that is not known here; by a custom
     rule for cotangents that may add a term, such as weight decay. A tied parameter is reached if any of its paths is.
 
     Args:

@@ -112,8 +112,8 @@ def flat(
     lars, muon, clipping by block, masks by shape) raise a `ValueError` at the first `init`, and so do those that use
     names (masks by path, `optim.groups`). `init` reads the programs of `tx` over a few leaves with up to three axes, of
     up to 4096 by 4096 elements, apart and joined, in 20 to 500 ms. So the numbers do not matter, nor whether they are
-    traced. **Kernels and callbacks show no program**: an optimiser that calls them is tried with numbers, for some
-    updates. You get no error if it differs only in later ones, or if its rate is zero.
+    traced. **Kernels and callbacks show no program**: an optimiser that calls one, for more than something beside its
+    updates, is refused by its name.
 
     Args:
         tx: any Optax transformation that treats all elements alike.
