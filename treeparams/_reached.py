@@ -112,7 +112,7 @@ class _Differentiable(Marks):
         self._count = count
         # A rule may ask which operands move, and takes long to trace. One that has passed all on is taken to do so
         # again where the same line calls it.
-        self._adding: dict[tuple[Any, ...], list[int]] = {}
+        self._adding: dict[tuple[Any, ...], list[int] | None] = {}
 
     def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         """Returns the marks of an operation's results, without those that its derivative does not pass on."""

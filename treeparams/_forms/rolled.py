@@ -345,16 +345,15 @@ def _as_loop(equations: list[Equation], period: int, pieces: dict[Var, Piece]) -
             elif len(set(operands)) > 1:
                 return None
         elif len(set(operands)) > 1 or operands[0] in made:
-            origins = [made.get(operand, (None, None)) for operand in operands]
-            places = {origin for _, origin in origins[1:]}
-            back = {None if part is None else number - part for number, (part, _) in enumerate(origins[1:], 1)}
-            if len(places) > 1 or back not in ({0}, {1}):
+            origins = [made.get(operand) for operand in operands]
+            ways = {None if origin is None else (n - origin[0], origin[1]) for n, origin in enumerate(origins[1:], 1)}
+            distance, origin = ways.pop() or (None, place)
+            if ways or distance not in (0, 1):
                 return None
-            (origin,) = places
-            if back == {0}:  # of the same part
+            if distance == 0:  # of the same part
                 if origins[0] != (0, origin):
                     return None
-            elif origins[0][0] is not None or not _hands_on(loop, place, origin, operands[0]):
+            elif origins[0] is not None or not _hands_on(loop, place, origin, operands[0]):
                 return None
     return loop
 

@@ -134,10 +134,10 @@ class _Forward(Walk[Any]):
     def constant(self, value: Any) -> Any:
         return value
 
-    def step(self, eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-        which = [isinstance(operand, Series | _Chain) for operand in operands]
-        depends = [operand for operand, moves in zip(operands, which, strict=True) if moves]
-        values = [operand.value if moves else operand for operand, moves in zip(operands, which, strict=True)]
+    def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+        which = [isinstance(operand, Series | _Chain) for operand in its]
+        depends = [operand for operand, moves in zip(its, which, strict=True) if moves]
+        values = [operand.value if moves else operand for operand, moves in zip(its, which, strict=True)]
         kept = [is_floating(var.aval) for var in eqn.outvars]
         if not depends or not any(kept) or eqn.primitive.name == "stop_gradient":
             return bind(eqn, values)
@@ -147,17 +147,17 @@ class _Forward(Walk[Any]):
         begins_linear = longest == 0 and is_linear_in(eqn, which)
         root = _root(depends[0])
         if pointwise and all(_root(each) is root for each in depends) and not begins_linear and longest < _LONGEST:
-            return [_Chain(root, eqn, operands, *bind(eqn, values))]
+            return [_Chain(root, eqn, its, *bind(eqn, values))]
         program = self.program_of(eqn)
         if program is not None and is_call(eqn) and not pointwise:
-            return self.run(program, operands)
+            return self.run(program, its)
         if program is not None and "policy" in eqn.params:  # jax.checkpoint
 
             def run(operands: list[Any]) -> list[Any]:
                 return list(map(_series, self.run(program, operands)))
 
             policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-            return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(list(map(_series, operands)))
+            return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(list(map(_series, its)))
 
         def of(*moving: jax.Array) -> list[Any]:
             """The equation as a function of the operands that depend on the input; returns the floating results."""
