@@ -224,8 +224,13 @@ def main(processes: int = 4, steps: int = 200, diloco: int = 0, seed: int = 0, p
     if PROCESS not in os.environ:
         raise SystemExit(launch(processes))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    waits = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": HEARTBEAT}
-    jax.distributed.initialize(os.environ[ADDRESS], processes, int(os.environ[PROCESS]), **waits)
+    jax.distributed.initialize(
+        os.environ[ADDRESS],
+        processes,
+        int(os.environ[PROCESS]),
+        heartbeat_timeout_seconds=HEARTBEAT,
+        shutdown_timeout_seconds=HEARTBEAT,
+    )
     pixels, labels = load_digits(return_X_y=True)
     every = (pixels / 16).astype(np.float32), labels.astype(np.int32)
     images, test_images, labels, test_labels = train_test_split(

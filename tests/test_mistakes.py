@@ -257,7 +257,7 @@ MODULES: list[Row] = [
         "step(tx, loss)",
         lambda t: sharding.make_step(t.adam, loss, t.plan),
         TypeError,
-        "expected an Optax transformation, g",
+        "a loss, an optimiser and a plan, g",
     ),
     (
         "step of a layout",
