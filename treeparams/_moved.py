@@ -193,7 +193,7 @@ class _Given(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What a scan takes of such an array, in the round that takes it."""
+    """The row of such an array that a scan takes, in the round that takes it."""
 
     of: "_Given | _Row"
     scan: int  # the id of the operation
@@ -210,7 +210,7 @@ Mark = frozenset[Any]
 
 
 class _Same(Marks):
-    """Carries what values may be."""
+    """Carries the set of possible values."""
 
     nothing: Mark = frozenset()
 

@@ -1,7 +1,7 @@
 """Reads programs as JAX traces them: one table of operations, and one walk along a program.
 
-A walk goes along the operations of a program and keeps a value for each variable. What a value is, a *domain* says: a
-subclass of `Walk`. `tp.reached` and `tp.moved` carry marks of parameters, a check of optimisers carries formulas of
+A walk goes along the operations of a program and keeps a value for each variable. A *domain*, a subclass of `Walk`,
+says which value. `tp.reached` and `tp.moved` carry marks of parameters, a check of optimisers carries formulas of
 elements, `nested.laplacian` carries derivatives. The walk itself knows how operations call programs. It reads a *hi
 primitive* in the program that JAX lowers it to.
 
@@ -32,7 +32,7 @@ V = TypeVar("V")
 
 
 class Kind(enum.Flag):
-    """What is known of an operation. An operation of no kind is opaque."""
+    """The facts known about an operation. An operation of no kind is opaque."""
 
     SAME = enum.auto()  # its results are its operands, in their order
     MOVES = enum.auto()  # its results consist of elements of its first operand
@@ -107,7 +107,7 @@ def name_of(eqn: JaxprEqn) -> str:
 
 
 def kind_of(eqn: JaxprEqn) -> Kind:
-    """Returns what is known of an operation."""
+    """Returns the facts known about an operation."""
     return _KINDS.get(name_of(eqn), Kind(0))
 
 
@@ -132,7 +132,7 @@ def makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
 
 
 class Walk(Generic[V]):
-    """Goes along a program and keeps a value for each variable. A subclass says what a value is."""
+    """Goes along a program and keeps a value for each variable. A subclass says which."""
 
     def __init__(self) -> None:
         self._lowered: dict[int, tuple[JaxprEqn, ClosedJaxpr | None]] = {}  # by the id of the operation, which is kept
@@ -192,7 +192,7 @@ class Walk(Generic[V]):
 
 
 class Cell:
-    """The mark of what a ref holds. An operation that writes to the ref changes it."""
+    """The mark of the array in a ref. An operation that writes to the ref changes it."""
 
     def __init__(self, mark: Any, lasts: bool = False) -> None:
         self.mark = mark
@@ -200,7 +200,7 @@ class Cell:
 
 
 class Marks(Walk[Any]):
-    """Carries marks from the arguments of a program to its results; they tell what a result may depend on.
+    """Carries marks from the arguments of a program to its results; they tell which arguments it may depend on.
 
     A mark is a set: an integer, whose bits say where a value comes from, or a `frozenset`. A result has the marks of
     all operands, unless a subclass knows better. Loops run until no new marks appear. So the error is one-sided: a
@@ -216,7 +216,7 @@ class Marks(Walk[Any]):
         self._refs: dict[int, Cell] = {}  # of constants, by their id
 
     def follow(self, program: ClosedJaxpr | Jaxpr, marks: Sequence[Any]) -> list[Any]:
-        """Returns the marks of a program's results; the mark of an argument that is a ref is of what the ref holds."""
+        """Returns the marks of a program's results; the mark of a ref is that of the array in it."""
         pairs = zip(opened(program).invars, marks, strict=True)
         return self.run(program, [self._cell(mark) if is_ref(var) else mark for var, mark in pairs])
 
@@ -291,7 +291,7 @@ class Marks(Walk[Any]):
     # -- Branches and loops
 
     def chooses(self, mark: Any) -> Any:
-        """Returns what passes from the value that chooses a branch, or ends a loop, to the results."""
+        """Returns the mark that passes from the value that chooses a branch, or ends a loop, to the results."""
         return mark
 
     def row(self, eqn: JaxprEqn, mark: Any) -> Any:
@@ -369,7 +369,7 @@ def _shape_of(eqn: JaxprEqn) -> Any:
 
 @functools.lru_cache(256)
 def _whole_ref(aval: Any) -> Any:
-    """Returns what JAX writes for `...` where a ref of this type is read or written."""
+    """Returns the index that JAX writes for `...` where a ref of this type is read or written."""
     return jax.make_jaxpr(lambda array: jax.new_ref(array)[...])(aval).jaxpr.eqns[-1].params["tree"]
 
 

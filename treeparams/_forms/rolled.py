@@ -2,7 +2,7 @@
 
 A *piece* is a part of an array along one axis: a parameter in a stack, one key of many. Equal *parts* of a program
 become a loop if each gets its operands in the same way: from itself, from the part before, from pieces at equal
-distances (a *column*), from a number of its own, or from one value for all.
+distances (a *column*), from its number, or from one value for all.
 """
 
 import contextlib
@@ -133,7 +133,7 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
 
 class _Program:
-    """A program in which those of `jax.jit` stand as parts of it: layers may be functions that are compiled apart."""
+    """A program that includes those of `jax.jit` within it: layers may be functions that are compiled apart."""
 
     def __init__(self, closed: jex.ClosedJaxpr) -> None:
         self.operands = list(opened(closed).invars)

@@ -22,10 +22,10 @@ class Recent(collections.OrderedDict[Hashable, None]):
 
 
 def with_object(function: Callable[..., T]) -> Callable[..., T]:
-    """Remembers what a function says of an object, such as a class, as long as that lives.
+    """Remembers the answer of a function about an object, such as a class, as long as that lives.
 
     `functools.cache` would keep it alive. The function may have further arguments; it is asked again if they differ
-    from the last ones. What it returns must not hold the object.
+    from the last ones. The answer must not hold the object.
     """
     known: dict[int, tuple[Any, T, object]] = {}  # by identity: a `WeakKeyDictionary` takes twice the time
 

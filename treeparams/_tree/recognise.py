@@ -161,7 +161,7 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
 
 
 def _let_go(phase: str, info: dict[str, int]) -> None:
-    """Holds what is known by weak reference while a full garbage collection runs."""
+    """Holds the known structures by weak reference while a full garbage collection runs."""
     if info["generation"] == 2 and phase == "start":
         _set_aside[:] = [(hashed, list(map(weakref.ref, bucket))) for hashed, bucket in _known.items()]
         _known.clear()

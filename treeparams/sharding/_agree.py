@@ -1,4 +1,4 @@
-"""Compares what several processes are about to do: their plans, steps and values, by digest."""
+"""Compares the work that several processes are about to do: their plans, steps and values, by digest."""
 
 import concurrent.futures
 import difflib

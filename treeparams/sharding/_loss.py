@@ -1,4 +1,4 @@
-"""The loss of a step: its value and its gradient over a mesh, and what it returns beside the value.
+"""The loss of a step: its value and its gradient over a mesh, and its further results.
 
 A loss is a function of the whole batch, and XLA divides it. Three constraints say how: examples lie along the batch
 axes, weights are whole where the loss reads them, and gradients lie as the weights rest. So XLA gathers each weight
