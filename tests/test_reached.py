@@ -212,7 +212,7 @@ def written_in_a_loop(m):
         return total + 1
 
     jax.lax.fori_loop(0, 3, body, m["b"].sum())
-    return jax.freeze(ref).sum()
+    return ref[...].sum()
 
 
 def written_in_a_branch(m):
@@ -231,7 +231,8 @@ PROGRAMS |= {
     "what is written in a loop": (written_in_a_loop, "ab"),
     "what is written in a branch": (written_in_a_branch, "ab"),
 }
-NOT_IN_REVERSE = ("while", "a rule that fails, but is not used", "a loop of Equinox")  # the last one takes long
+# A loop of Equinox takes long, and JAX 0.7 has no reverse mode for a branch that writes.
+NOT_IN_REVERSE = ("while", "a rule that fails, but is not used", "a loop of Equinox", "what is written in a branch")
 
 
 @pytest.mark.parametrize(("f", "expected"), PROGRAMS.values(), ids=PROGRAMS)
