@@ -387,13 +387,17 @@ def run(actors: int, updates: int, seed: int, path: str, sent: tuple[int, int]) 
         return learner, learner.learn.remote()
 
     playing, (learner, learned), replaced = [play(number) for number in range(actors)], learn(), dict[str, float]()
+    torn = list[Any]()
     while not ray.wait([learned], timeout=0.2)[0]:
         reports, published, _, done = got(board.report.remote())
-        if done >= updates // 4 and "message" not in replaced:
-            torn = np.array(got(got(board.look.remote())[0]))
-            torn[-1] ^= 1
-            got(board.publish.remote(None, None, 0, [ray.put(torn)], 0))
-            replaced["message"] = time.monotonic()
+        if done >= updates // 4 and not any(report["refused"] for report in reports):
+            newest = got(board.look.remote())
+            if newest != torn:  # again, if no actor looked before the next version came
+                message = np.array(got(newest[0]))
+                message[-1] ^= 1
+                torn = [ray.put(message)]
+                got(board.publish.remote(None, None, 0, torn, 0))
+                replaced.setdefault("message", time.monotonic())
         if done >= updates // 3 and "actor" not in replaced:
             ray.kill(playing[0][0])
             playing[0] = play(actors)
