@@ -45,8 +45,8 @@ def _with_known_options(make: Callable[P, T]) -> Callable[P, T]:
         known = list(inspect.signature(make).parameters)
         for name in options.keys() - set(known):
             raise TypeError(
-                f"sharding.make_step has no option {name!r}. A loss is a function of the whole batch, of which nothing "
-                f"is declared but {', '.join(known[3:])}"
+                f"sharding.make_step has no option {name!r}. Write a loss of the whole batch; the options are "
+                f"{', '.join(known[3:])}"
             )
         return make(*args, **options)
 
