@@ -77,7 +77,8 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
                 "that part per entry of the input"
             )
         if not isinstance(y, Series):  # it does not depend on x
-            y = jnp.asarray(y, closed.out_avals[0].dtype)
+            aval: Any = closed.out_avals[0]
+            y = jnp.asarray(y, aval.dtype)
             y = Series(y, jnp.zeros((x.size, *y.shape), y.dtype), jnp.zeros_like(y))
         if not full:
             return y.laplacian

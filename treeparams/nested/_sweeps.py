@@ -39,7 +39,8 @@ def mapped(f: Callable[[Any], PyTree], values: PyTree, chunk: int | None, noun: 
 
     starts = np.minimum(np.arange(count) * size, length - size).astype(np.int32)
     program, shapes = jax.make_jaxpr(piece, return_shape=True)(starts[0])
-    empty = [zeros_typed((length, *aval.shape[1:]), aval) for aval in program.out_avals]
+    avals: list[Any] = program.out_avals  # abstract values do not declare their shapes to type checkers
+    empty = [zeros_typed((length, *aval.shape[1:]), aval) for aval in avals]
     return jax.lax.scan(put, jax.tree.unflatten(jax.tree.structure(shapes), empty), starts)[0]
 
 
@@ -52,7 +53,8 @@ def in_sweeps(f: Callable[[Any], jax.Array], x: jax.Array, chunk: int | None, ba
     # f is called only here: inside nested derivatives two calls at each level would be many. Forward it is not
     # linearised, since that keeps the results of each step of a loop.
     closed = jax.make_jaxpr(f)(x)
-    inputs, outputs = x.shape[batch:], closed.out_avals[0].shape[batch:]
+    aval: Any = closed.out_avals[0]
+    inputs, outputs = x.shape[batch:], aval.shape[batch:]
 
     def of_x(x: jax.Array) -> jax.Array:
         return jnp.asarray(jaxpr_as_fun(closed)(x)[0])
