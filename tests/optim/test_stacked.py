@@ -84,7 +84,8 @@ def test_equals_optax_leaf_by_leaf(name):
     for path, leaf in tp.trainables(want).items():
         here, wide, start = (np.asarray(tp.trainables(tree)[path], np.float32) for tree in (got, want, params))
         assert (np.max(np.abs(wide - start)) > 1e-3) is not (name == "layers at rest" and "layers" in path)
-        np.testing.assert_allclose(here, wide, *[1e-2 if leaf.dtype == jnp.bfloat16 else 1e-6] * 2)
+        # The products of Muon, in five steps, are added up in another order where XLA optimises: some tens of roundings.
+        np.testing.assert_allclose(here, wide, *[1e-2 if leaf.dtype == jnp.bfloat16 else 1e-5] * 2)
 
 
 def test_plain_optax_and_averages_of_stacks_are_those_of_the_leaves():
