@@ -84,7 +84,7 @@ def test_equals_optax_leaf_by_leaf(name):
     for path, leaf in tp.trainables(want).items():
         here, wide, start = (np.asarray(tp.trainables(tree)[path], np.float32) for tree in (got, want, params))
         assert (np.max(np.abs(wide - start)) > 1e-3) is not (name == "layers at rest" and "layers" in path)
-        # The products of Muon, in five steps, are added up in another order where XLA optimises: some tens of roundings.
+        # The products of Muon are added up in another order where XLA optimises: some tens of roundings in five steps.
         np.testing.assert_allclose(here, wide, *[1e-2 if leaf.dtype == jnp.bfloat16 else 1e-5] * 2)
 
 
