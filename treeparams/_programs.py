@@ -79,11 +79,11 @@ _TABLE = {
     "is_finite le le_to lt lt_to mulhi ne nextafter not or polygamma population_count regularized_incomplete_beta rem "
     "shift_left shift_right_arithmetic shift_right_logical xor zeta",
     Kind.PIECEWISE | Kind.WHOLE: "sort",
-    Kind.WHOLE: "approx_top_k argmax argmin cholesky cholesky_update clamp_p cumlogsumexp cummax "
-    "cummin cumprod eig eigh eigvalsh geqrf geqp3 householder_product iota lu lu_pivots_to_permutation ormqr qr "
-    "ragged_dot ragged_dot_general random_clone random_seed random_unwrap random_wrap reduce reduce_precision_p "
-    "reduce_prod reduce_window reduce_window_max reduce_window_min reduce_xor scatter-max scatter-min scatter-mul "
-    "scatter-sub scatter_max scatter_min scatter_mul schur select_and_gather_add select_and_scatter "
+    Kind.WHOLE: "all_gather all_to_all approx_top_k argmax argmin axis_index cholesky cholesky_update cumlogsumexp "
+    "cummax cummin cumprod custom_linear_solve eig eigh geqrf geqp3 hessenberg householder_product iota lu "
+    "lu_pivots_to_permutation ormqr pmax pmin ppermute qr ragged_dot ragged_dot_general random_clone random_seed "
+    "random_unwrap random_wrap reduce reduce_prod reduce_window reduce_window_max reduce_window_min reduce_xor "
+    "scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add select_and_scatter "
     "select_and_scatter_add svd symmetric_product top_k triangular_solve tridiagonal tridiagonal_solve",
     Kind.DRAWS | Kind.WHOLE: "random_bits random_fold_in random_gamma random_split rng_bit_generator rng_uniform "
     "threefry2x32",
