@@ -91,7 +91,7 @@ def tie(
     # The memory of ties may have met this kind of model apart, and then ignores ties that it meets later (see `meet`):
     # so it is told of these.
     pairs = [(each.source, each.leaf) for each in known if not each.transforms]
-    note("said", structure, pairs)
+    note("said", structure, pairs, in_place_of="untied")
     if pairs and not isinstance(leaves[pairs[0][0]], Tracer):
         note_ties(structure, pairs)
     return jtu.tree_unflatten(treedef, leaves)

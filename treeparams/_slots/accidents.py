@@ -33,7 +33,7 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
 
 
 def _is_due(check: str, index: Index) -> bool:
-    """Returns whether the library has met another tie since this check of such models. Else a check costs nothing."""
+    """Returns whether the library has met another tie since it last made this check of such models."""
     last, index.checked[check] = index.checked.get(check), memory.changes
     return last != index.checked[check]
 
@@ -99,8 +99,8 @@ def _is_accident(structure: Structure, pair: Pair, is_constant: Callable[[int], 
     """
     if not is_constant(pair[0]):
         return False
-    shared = set(memory.holding(structure, *pair))
-    above = [[structure.nodes[n] for n in memory.holding(structure, i, i) if n not in shared] for i in pair]
+    holds = lambda node, leaf: node.start <= leaf < node.stop
+    above = [[node for node in structure.nodes if holds(node, i) > holds(node, j)] for i, j in (pair, pair[::-1])]
     for one, other in ((one, other) for one in above[0] for other in above[1]):
         arrays = _arrays_below(structure, one)
         if arrays == _arrays_below(structure, other) and not all(is_constant(i) for _, i in arrays):

@@ -24,7 +24,7 @@ changes = 0
 
 # By a word and the kind of a node: leaves; or, of words about ties, the shapes of all leaves, and pairs that are tied.
 _facts: "collections.OrderedDict[Hashable, dict[Any, None]]" = collections.OrderedDict()
-_MOST = 1000
+_MOST, _SHAPES = 1000, 100  # entries, and shapes of one kind
 _changing = threading.Lock()  # for writing; what a reader has found does not change any more
 _on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 
@@ -41,17 +41,17 @@ def is_new(key: Hashable) -> bool:
     return True
 
 
-def note(word: str, structure: Structure, pairs: Iterable[Pair]) -> None:
-    """Remembers a fact about the leaves of each pair. Who says that two are one no longer parts them."""
+def note(word: str, structure: Structure, pairs: Iterable[Pair], *, in_place_of: str = "") -> None:
+    """Remembers a fact about the leaves of each pair, and forgets another one."""
     found = collections.defaultdict[tuple[Hashable, ...], set[int]](set)
     for pair in pairs:
         for key, leaves in _places(word, structure, pair, "a part", "the whole"):
             found[key] |= leaves
     for key, leaves in found.items():
         _change(key, leaves)
-        untied = "untied", *key[1:]
-        if word == "said" and not leaves.isdisjoint(_facts.get(untied, ())):
-            _change(untied, without=leaves)
+        other = in_place_of, *key[1:]
+        if not leaves.isdisjoint(_facts.get(other, ())):
+            _change(other, without=leaves)
             _note_change()
 
 
@@ -69,7 +69,7 @@ def _places(
     A warning is noted of `the whole` of the model that it names, and of each `part`. So a model is known if it is a
     part of such a model, or has a part that is the whole of one.
     """
-    for number in holding(structure, *pair):
+    for number in _holding(structure, *pair):
         node, key = structure.nodes[number], (word, structure.kinds[number])
         leaves = {i - node.start for i in pair}
         if word in _OF_ONE_MODEL:
@@ -94,7 +94,7 @@ def _note_change() -> None:
     changes += 1
 
 
-def holding(structure: Structure, a: int, b: int) -> list[int]:
+def _holding(structure: Structure, a: int, b: int) -> list[int]:
     """Returns the nodes that hold both of two leaves, from the root to the innermost."""
     found, number, nodes = [], 0, structure.nodes
     while number < len(nodes) and nodes[number].start <= min(a, b):
@@ -128,7 +128,7 @@ def note_ties(structure: Structure, pairs: Iterable[Pair], *, word: str = "one",
     """
     inside = collections.defaultdict[int, set[Pair]](set)
     for a, b in pairs:
-        for number in holding(structure, a, b):
+        for number in _holding(structure, a, b):
             start = structure.nodes[number].start
             inside[number].add((a - start, b - start))
     for number, its in inside.items():
@@ -137,7 +137,7 @@ def note_ties(structure: Structure, pairs: Iterable[Pair], *, word: str = "one",
         if above is not None and (len(node.entries) < above or known == {}):
             continue
         if fact not in (known := known or {}):
-            _change(key, [fact], without=list(known)[:-_MOST])
+            _change(key, [fact], without=list(known)[:-_SHAPES])
             _note_change()
 
 

@@ -7,7 +7,6 @@ paths of numbers in models that it has met outside a trace. It keeps no values.
 import functools
 from collections.abc import Iterable
 
-from .memory import holding
 from .structure import Structure
 
 NUMBERS = frozenset({bool, int, float, complex})
@@ -35,7 +34,7 @@ def _places(structure: Structure, leaves: Iterable[int]) -> list[tuple[int, int]
     """Returns each leaf as numbered within each node that holds it."""
     found, made_of = [], functools.cache(functools.partial(_made_of, structure))
     for leaf in leaves:
-        nodes = holding(structure, leaf, leaf)
+        nodes = [n for n, node in enumerate(structure.nodes) if node.start <= leaf < node.stop]
         found += [(made_of(number), leaf - structure.nodes[number].start) for number in nodes]
     return found
 
