@@ -100,13 +100,10 @@ def _forget_compiled_programs():
 def _forget_ties():
     """Small models of different tests look alike; a tie of one must not be missed in another."""
     yield
-    from treeparams._slots import accidents
-    from treeparams._tree import lost_ties, messages
+    from treeparams._tree import memory
 
-    memories = [lost_ties._met_tied, lost_ties._met_apart, lost_ties._given, lost_ties.said, lost_ties._untied]
-    for memory in (*memories, lost_ties._told, accidents._looked_at, accidents._compared, messages._warned_of):
-        memory.clear()
-    lost_ties._note_change()
+    memory._facts.clear()
+    memory._note_change()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ._slots.parts import Rest, index_in, kept_arrays, other_values, put_togethe
 from ._tree.copying import copy, copy_leaf
 from ._tree.declare import field
 from ._tree.dtypes import widened
-from ._tree.lost_ties import keep_apart
+from ._tree.memory import keep_apart
 from ._tree.messages import name_deleted, warn
 from ._tree.types import PyTree
 

@@ -15,7 +15,7 @@ from ._slots.parts import arrays_in, as_rest, index_in, put_together, with_kept_
 from ._slots.trainable import look_up
 from ._tree.dtypes import is_inexact
 from ._tree.flattening import flatten, same_treedef
-from ._tree.lost_ties import keep_apart
+from ._tree.memory import keep_apart
 from ._tree.recognise import structure_of
 from ._tree.structure import Structure
 from ._tree.text import describe, first_lines

@@ -17,7 +17,7 @@ from ._slots.rules import first_entries
 from ._slots.ties import Alias
 from ._slots.trainable import look_up
 from ._slots.where import name_of, read
-from ._tree.lost_ties import note_ties
+from ._tree.memory import note_ties
 from ._tree.recognise import structure_of
 from ._tree.refs import value_of
 from ._tree.structure import Spec, Structure, is_array

@@ -7,13 +7,14 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
+from ._slots.accidents import note_untied
 from ._slots.layout import Layout
 from ._slots.said import declaring_nodes
 from ._slots.ties import Alias, checked, find_ties, parameter_at
 from ._slots.trainable import look_up
 from ._slots.where import Where, select
 from ._tree.copying import copy_leaf
-from ._tree.lost_ties import keep_apart, note_said, note_ties, note_untied
+from ._tree.memory import keep_apart, note, note_ties
 from ._tree.recognise import structure_of
 
 M = TypeVar("M")
@@ -90,7 +91,7 @@ def tie(
     # The memory of ties may have met this kind of model apart, and then ignores ties that it meets later (see `meet`):
     # so it is told of these.
     pairs = [(each.source, each.leaf) for each in known if not each.transforms]
-    note_said(structure, pairs)
+    note("said", structure, pairs, in_place_of="untied")
     if pairs and not isinstance(leaves[pairs[0][0]], Tracer):
         note_ties(structure, pairs)
     return jtu.tree_unflatten(treedef, leaves)

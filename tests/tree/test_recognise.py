@@ -19,7 +19,6 @@ import pytest
 
 import treeparams as tp
 from treeparams import optim, saving
-from treeparams._tree.memory import Recent
 from treeparams._tree.recognise import _BUCKETS, _PER_BUCKET, _known
 
 from ..zoo import ramp
@@ -293,6 +292,3 @@ def test_memories_of_many_models_are_bounded():
     for i in range(_BUCKETS + 20):
         tp.layout([array, *["name"] * i])
     assert len(_known) == _BUCKETS
-    recent = Recent()
-    recent.note(range(2 * recent.most))
-    assert list(recent) == list(range(recent.most, 2 * recent.most))

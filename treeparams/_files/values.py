@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree.memory import with_object
+from .._tree.static_keys import with_object
 
 Value = bool | int | float | complex | str | np.generic
 """A number or a text."""

@@ -7,44 +7,42 @@ these, values are read from the device once, and only if nothing declares that t
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
+from .._tree import memory
 from .._tree.flattening import same_treedef
-from .._tree.lost_ties import changes, given_to, note_untied, parted, said, warn_of_lost_ties
-from .._tree.marks import Marks, Pair, holding
+from .._tree.memory import Pair
 from .._tree.messages import warn
 from .._tree.structure import Node, Structure
 from .._tree.text import first_few
 from .index import Index
 from .where import subtreedefs
 
-_looked_at = Marks()  # pairs that are one array, of which it has been seen what they are
-_compared = Marks()  # pairs that are two arrays, whose values have been compared
-
 
 def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
-    """Warns of ties that nobody can have meant, and of ties that a trace has broken.
+    """Warns of ties that nobody can have meant, and of ties that a trace has broken."""
+    if index.structure.is_traced:
+        _warn_of_lost(index, leaves)
+    elif _is_due("accidents", index):
+        _warn_of_unsaid(index, leaves)
 
-    A kind of model that is known costs nothing: the check runs again only after the library has met another tie.
-    """
-    structure = index.structure
-    if not structure.is_traced and index.looked_at == changes():
-        return
-    its = tuple([(alias.source, alias.leaf) for alias in index.ties if alias.is_said and not alias.transforms])
-    # Each mask, or callable, makes another index at each call.
-    seen = structure.remember(("looked at", index.trained, its), lambda: [-1])
-    if seen[0] != changes():
-        said.add(structure, its)
-        if not structure.is_traced:
-            _warn_of_unsaid(index, leaves)
-    if structure.is_traced:
-        warn_of_lost_ties(structure, leaves, index.sources, index.trained)
-    index.looked_at = seen[0] = changes()
+
+def _is_due(check: str, index: Index) -> bool:
+    """Returns whether the library has met another tie since it last made this check of such models."""
+    last, index.checked[check] = index.checked.get(check), memory.changes
+    return last != index.checked[check]
+
+
+def note_untied(structure: Structure, leaves: Iterable[int]) -> None:
+    """Remembers that the user unties these leaves from those that are, or were before, the same array."""
+    chosen, identical = frozenset(leaves), enumerate(structure.first)
+    pairs = {*[(first, i) for i, first in identical if first != i], *memory.met("one", structure)}
+    memory.note("untied", structure, [pair for pair in pairs if not chosen.isdisjoint(pair)])
 
 
 # -- One array, though nobody says so ----------------------------------------------------------------------------------
@@ -52,11 +50,12 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
 
 def _warn_of_unsaid(index: Index, leaves: Sequence[Any]) -> None:
     structure = index.structure
+    memory.note("said", structure, [(tie.source, tie.leaf) for tie in index.ties if tie.is_said and not tie.transforms])
     unsaid = [(each.source, each.leaf) for each in index.ties if not each.is_said and index.trained[each.leaf]]
-    pairs = _looked_at.without(structure, said.without(structure, unsaid))
+    pairs = memory.unknown("said", structure, unsaid)
     if not pairs:
         return
-    _looked_at.add(structure, pairs)
+    memory.note("said", structure, pairs)  # there is no more to say of them
     copies = _copies(structure) if len(pairs) == len(unsaid) else []
     if copies:
         warn(_COPIES.format(len(copies), first_few([repr(node.path) for node in copies])))
@@ -100,8 +99,8 @@ def _is_accident(structure: Structure, pair: Pair, is_constant: Callable[[int], 
     """
     if not is_constant(pair[0]):
         return False
-    shared = set(holding(structure, *pair))
-    above = [[structure.nodes[n] for n in holding(structure, i, i) if n not in shared] for i in pair]
+    holds = lambda node, leaf: node.start <= leaf < node.stop
+    above = [[node for node in structure.nodes if holds(node, i) > holds(node, j)] for i, j in (pair, pair[::-1])]
     for one, other in ((one, other) for one in above[0] for other in above[1]):
         arrays = _arrays_below(structure, one)
         if arrays == _arrays_below(structure, other) and not all(is_constant(i) for _, i in arrays):
@@ -136,39 +135,93 @@ _COPIES = (
 # -- Two arrays that were one ------------------------------------------------------------------------------------------
 
 
+def _warn_of_lost(index: Index, leaves: Sequence[Any]) -> None:
+    """Warns, once, if a traced model has two arrays in place of one that was met before.
+
+    It does not warn of aliases whose sources are known in spite of the trace, nor of frozen ones, which have no
+    gradient that could make them differ.
+    """
+    pairs = [pair for pair in _parted(index, any) if not memory.are_apart(leaves[i] for i in pair)]
+    _warn_once("lost", index, pairs, _LOST)
+
+
+def _parted(index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[Pair]:
+    """Returns the pairs that were one array in a model met before, and are two in this one, which nobody has untied."""
+    return memory.unknown("untied", index.structure, _two("one", index, trained))
+
+
+def _two(word: str, index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[Pair]:
+    """Returns the pairs that were tied in a model met before and are not in this one, of which any, or all, train."""
+    # A layout may know the tie the other way round, or with a third leaf as the source of both.
+    one = [index.sources.get(first, first) for first in index.structure.first]
+    pairs = [(a, b) for a, b in memory.met(word, index.structure) if one[a] != one[b]]
+    return [pair for pair in pairs if trained(index.trained[i] for i in pair)]
+
+
+def _warn_once(word: str, index: Index, pairs: Iterable[Pair], message: str, between: str = "and") -> None:
+    pairs = memory.unknown(word, index.structure, pairs)
+    if pairs:
+        memory.note(word, index.structure, pairs)
+        warn(message.format(_named(index, pairs, between)))
+
+
+def _named(index: Index, pairs: Sequence[Pair], between: str = "and") -> str:
+    return first_few([f" {between} ".join([repr(index.structure.paths[i]) for i in pair]) for pair in pairs])
+
+
 def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
     """Warns of ties of a concrete model that an operation has broken. Called where the layout that trains is known.
 
     Other functions that see the model, such as a summary, do not know that layout, and it may record the tie.
     """
     structure = index.structure
-    seen = structure.remember(("compared", index.trained, index.ties), lambda: [-1])
-    if structure.is_traced or seen[0] == changes():
+    if structure.is_traced or not _is_due("parted", index):
         return
-    seen[0] = changes()
     # Of ties that only a layout knows `warn_of_forgotten_ties` warns. Where one of the two is frozen, somebody has
     # decided that they are not one.
-    given = {frozenset(pair) for *pair, _ in given_to(structure)}
-    pairs = [pair for pair in parted(structure, index.sources) if all(index.trained[i] for i in pair)]
-    pairs = _compared.without(structure, [pair for pair in pairs if frozenset(pair) not in given])
+    given = set(map(frozenset, memory.met("given", structure)))
+    pairs = [pair for pair in _parted(index, all) if frozenset(pair) not in given]
     lost = list[Pair]()
-    for pair in pairs:
+    for pair in memory.unknown("parted", structure, pairs):
         one, other = (_values(leaves[i]) for i in pair)
         # Zeros are equal without having been one: such arrays tell nothing yet.
         if one and other and not _is_one_number(one):
-            _compared.add(structure, [pair])
+            memory.note("parted", structure, [pair])
             lost += [pair] if _are_equal(one, other) else []
     if lost:
         paths = structure.paths
-        names = [f"{paths[one]!r} and {paths[other]!r}" for one, other in lost]
         calls = [f"tp.tie(model, {paths[other]!r}, to={paths[one]!r})" for one, other in lost]
-        warn(_PARTED.format(first_few(names), first_few(calls)))
+        warn(_PARTED.format(_named(index, lost), first_few(calls)))
 
 
+_LOST = (
+    "{} were one array in an earlier model of this structure. In this model, an argument of jax.jit, vmap, scan or the "
+    "like, they are two, each with a separate gradient. Make a layout outside and pass it in (known = "
+    "tp.layout(model); tp.grad(loss, known)), or pass (params, rest) of tp.partition, or a Restructure of tp.ravel; or "
+    "use tp.jit. If this is another model that only looks alike, pass its own layout to silence this warning"
+)
 _PARTED = (
     "{} were one array in an earlier model of this structure. In this model they are two, equal bit for bit, as after "
     "jax.jit, jax.tree.map, a cast or a loaded file, and each trains separately. Tie them again: model = {}; tp.jit "
     "and tp.saving keep ties. To train them separately, write model = tp.untie(model)"
+)
+
+
+# -- Ties that a layout was given --------------------------------------------------------------------------------------
+
+
+def warn_of_forgotten_ties(index: Index) -> None:
+    """Warns, once, of ties that another layout of such models was given and that training would break."""
+    if _is_due("forgotten", index):
+        # Of arrays that were one, and that a trace has made two, `warn_of_accidents` warns.
+        words = ["computed"] if index.structure.is_traced else ["computed", "given"]
+        _warn_once("forgotten", index, [pair for word in words for pair in _two(word, index, any)], _FORGOTTEN, "to")
+
+
+_FORGOTTEN = (
+    "a layout of such a model ties {}; without that layout they are trained separately. Pass it (known = "
+    "tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or pass tp.layout(model) to train "
+    "them separately"
 )
 
 

@@ -56,7 +56,8 @@ class Index:
         self.states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
         self._avals = Avals()  # of arrays with the shapes of the slots
-        self.looked_at = -1  # for accidents with ties: as of which change of the memory of ties
+        # For accidents with ties: as of which change of the memory. A mask, or a callable, makes an index at each call.
+        self.checked: dict[str, int] = structure.remember(("checked", trained, ties), dict)
         self.trained = trained  # of each leaf
         self.ties = ties
         self.sources = {alias.leaf: alias.source for alias in ties}

@@ -7,11 +7,10 @@ from typing import Any
 
 from .._tree.declare import Given
 from .._tree.difference import Difference, compare, spec_rows
-from .._tree.lost_ties import given_to, likeness, note_given
-from .._tree.messages import warn
+from .._tree.memory import note_ties
 from .._tree.recognise import structure_of
 from .._tree.structure import Structure
-from .._tree.text import describe, first_few, first_lines
+from .._tree.text import describe, first_lines
 from .._tree.types import PyTree
 from .accidents import warn_of_accidents, warn_of_parted_ties
 from .index import Index
@@ -112,8 +111,8 @@ def layout(
         return changed(look_up(structure, trainable)[0], freeze, thaw)
     made = _make(structure, trainable, freeze, thaw, ties)
     refuse_refs(index_of(made))
-    if ties is not None:
-        note_given(structure, [(tie.leaf, tie.source, bool(tie.transforms)) for tie in index_of(made).ties])
+    for tie in () if ties is None else index_of(made).ties:
+        note_ties(structure, [(tie.leaf, tie.source)], word="computed" if tie.transforms else "given")
     warn_of_accidents(index_of(made), leaves)
     warn_of_parted_ties(index_of(made), leaves)
     return made
@@ -125,33 +124,6 @@ def check_is_model(leaves: Sequence[Any], structure: Structure) -> None:
         got = f"the class {leaves[0].__name__}" if isinstance(leaves[0], type) else describe(leaves[0])
         remedy = "; make an instance of it first" if isinstance(leaves[0], type) else ""
         raise TypeError(f"expected a model, a pytree with arrays, got {got}{remedy}")
-
-
-def warn_of_forgotten_ties(index: Index) -> None:
-    """Warns, once, of ties that another layout of such models was given and that training would break."""
-    given = given_to(index.structure)
-    if not given:
-        return
-    paths = index.structure.paths
-    names = [f"{paths[tie[0]]!r} to {paths[tie[1]]!r}" for tie in given if _is_forgotten(index, *tie)]
-    if names:
-        warn(
-            f"a layout of such a model ties {first_few(names)}; without that layout they are trained separately. Pass "
-            "it (known = tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or pass "
-            "tp.layout(model) to train them separately",
-            about=(*likeness(index.structure), *names),
-        )
-
-
-def _is_forgotten(index: Index, leaf: int, source: int, is_computed: bool) -> bool:
-    """Returns whether a layout trains at least one end of a tie and does not record that the two are tied."""
-    if index.structure.is_traced and not is_computed:
-        return False  # `warn_of_accidents` looks at these
-    if not (index.trained[leaf] or index.trained[source]):
-        return False
-    # The layout may know the tie the other way round, or with a third leaf as the source of both.
-    one, other = (index.sources.get(each, each) for each in (leaf, source))
-    return one != other
 
 
 def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:

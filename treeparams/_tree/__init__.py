@@ -3,12 +3,11 @@
 The files, from the bottom up:
 
     types        PyTree, TreeDef, for type checkers and at run time
-    memory       memories that keep no object alive, and do not grow without limit
     dtypes       which are floating or complex, which one holds several; arrays in another one
     refs         arrays that can be written
     paths        key paths as text and back; the nearest path to a misspelt one
     globs        globs over paths; the text that their stars match
-    static_keys  static values compared by type and content
+    static_keys  static values compared by type and content; what is known of an object while it lives
     text         columns; values in words
     tables       tables as text and as HTML
     declare      field, declare: which fields of a class are frozen or tied
@@ -16,10 +15,9 @@ The files, from the bottom up:
     structure    the static half of a tree: nodes, paths, shapes, arrays at several paths
     difference   Diff; the differences of two structures, in words
     elements     how two arrays of one shape differ in their elements
+    memory       what is remembered of models that were met: facts about leaves, for warnings
     messages     warnings at the line of the caller; the error of a deleted array
-    marks        pairs of leaves that are marked in all models of a kind
     numbers      where models hold Python numbers
-    lost_ties    the memory of ties that a trace, or a forgotten layout, would lose
     recognise    recognises a tree whose structure is known
     copying      copy: every array in a new buffer
 """

@@ -14,8 +14,8 @@ import equinox as eqx
 import jax
 
 from .globs import Glob
-from .memory import with_object
 from .paths import join_path, nearest, quote, split_path
+from .static_keys import with_object
 from .text import describe, function_name
 
 Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]

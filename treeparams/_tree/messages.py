@@ -10,22 +10,19 @@ import jaxtyping
 from jax.core import Tracer
 
 from .flattening import flatten
-from .memory import Recent
+from .memory import is_new
 from .structure import scan
 from .types import PyTree
 
 AS_ARRAY = "write jnp.asarray(number), or tp.field(converter=jnp.asarray) in its class"
-_warned_of = Recent()
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
 OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
 
 
 def warn(message: str, about: Hashable = None) -> None:
     """Gives a warning at the line that called this library; only once for each `about`."""
-    if about is not None:
-        if about in _warned_of:
-            return
-        _warned_of.note([about])
+    if about is not None and not is_new(about):
+        return
     frame, levels = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame, levels = frame.f_back, levels + 1

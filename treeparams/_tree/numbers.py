@@ -7,13 +7,11 @@ paths of numbers in models that it has met outside a trace. It keeps no values.
 import functools
 from collections.abc import Iterable
 
-from .marks import holding
-from .memory import Recent
 from .structure import Structure
 
 NUMBERS = frozenset({bool, int, float, complex})
 
-_met = Recent()  # a node by what it is made of, and the number of a leaf within it
+_met: dict[tuple[int, int], None] = {}  # a node by what it is made of, and the number of a leaf within it
 _NAMES = frozenset(kind.__name__ for kind in NUMBERS)
 
 
@@ -24,7 +22,7 @@ def note_numbers(structure: Structure) -> None:
         scalars = [i for i, spec in enumerate(structure.specs) if spec is not None and not spec.shape]
         for place in _places(structure, scalars):
             _met.pop(place, None)
-    _met.note(_places(structure, numbers))
+    _met.update(dict.fromkeys(_places(structure, numbers)))
 
 
 def was_number(structure: Structure, leaf: int) -> bool:
@@ -36,7 +34,7 @@ def _places(structure: Structure, leaves: Iterable[int]) -> list[tuple[int, int]
     """Returns each leaf as numbered within each node that holds it."""
     found, made_of = [], functools.cache(functools.partial(_made_of, structure))
     for leaf in leaves:
-        nodes = holding(structure, leaf, leaf)
+        nodes = [n for n, node in enumerate(structure.nodes) if node.start <= leaf < node.stop]
         found += [(made_of(number), leaf - structure.nodes[number].start) for number in nodes]
     return found
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from .declare import registry
 from .flattening import Avals, flatten, getter, same_treedef
-from .lost_ties import meet
+from .memory import meet
 from .numbers import note_numbers
 from .static_keys import SIMPLE, StaticKeys, contents, found_at, is_settled
 from .structure import Structure, refs_in, scan

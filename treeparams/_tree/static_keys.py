@@ -13,15 +13,16 @@ import functools
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .memory import with_object
+T = TypeVar("T")
 
 # Values that cannot change in place. Two of one type are equal only if no program could tell them apart.
 _ATOMS = (
@@ -51,6 +52,26 @@ def static_key(value: object, *, strict: bool = False) -> Hashable:
 def identical(these: Sequence[Any], those: Sequence[Any]) -> bool:
     """Returns whether two sequences hold the same objects."""
     return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+def with_object(function: Callable[..., T]) -> Callable[..., T]:
+    """Remembers the answer of a function about an object, such as a class, as long as that lives.
+
+    `functools.cache` would keep it alive. The function may have further arguments; it is asked again if they differ
+    from the last ones. The answer must not hold the object.
+    """
+    known: dict[int, tuple[Any, T, object]] = {}  # by identity: a `WeakKeyDictionary` takes twice the time
+
+    @functools.wraps(function)
+    def remembering(given: Any, *args: Hashable) -> T:
+        key = id(given)
+        found = known.get(key)
+        if found is None or found[0] != args:
+            at_its_end = weakref.ref(given, lambda _: known.pop(key, None))
+            found = known[key] = args, function(given, *args), at_its_end
+        return found[1]
+
+    return remembering
 
 
 def is_settled(value: object) -> bool:

@@ -18,10 +18,9 @@ from jax.core import Tracer
 from .declare import is_box
 from .dtypes import is_inexact
 from .flattening import take
-from .memory import with_object
 from .paths import join_path, sibling_entries
 from .refs import is_ref
-from .static_keys import StaticKeys, identical, is_settled
+from .static_keys import StaticKeys, identical, is_settled, with_object
 from .text import describe, kind_of
 from .types import PyTree, TreeDef
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._files.values import LONG
 from .._tree.flattening import take
-from .._tree.memory import with_object
+from .._tree.static_keys import with_object
 from .._tree.structure import is_array, keys_of
 from .._tree.text import describe
 from ._contents import Contents

@@ -16,7 +16,7 @@ from .._forms.form import Form
 from .._forms.restructure import Restructure, halves_of
 from .._slots.layout import Layout
 from .._tree.dtypes import is_complex
-from .._tree.memory import with_object
+from .._tree.static_keys import with_object
 from .._tree.text import describe
 
 

@@ -16,7 +16,7 @@ from .._forms.mesh import automatic
 from .._forms.restructure import Restructure, released
 from .._slots.layout import Layout
 from .._slots.parts import Rest, kept_arrays, put_together, take_apart
-from .._tree.lost_ties import keep_apart
+from .._tree.memory import keep_apart
 from .._tree.tables import as_html, as_text
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree

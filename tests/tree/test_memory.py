@@ -1,0 +1,176 @@
+"""What is remembered of models may warn, once for each model, and never changes a number; and it has a limit."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import nested, optim
+from treeparams._tree import memory
+from treeparams._tree.recognise import structure_of
+
+from ..zoo import Norm, ramp
+
+# -- Once for each model that a person would call another --------------------------------------------------------------
+
+count = iter(range(10**6))
+
+
+def tied(*shape: int, name: str = "w") -> dict[str, Any]:
+    embed = ramp(*shape)
+    return {"embed": embed, "head": embed, name: ramp(2)}
+
+
+def lose(model: Any) -> list[str]:
+    """Loses the ties of a model that was met in a trace, and in a copy outside. Returns the warnings of both."""
+    tp.layout(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(tp.grad(lambda model: 0.0), model)
+        tp.layout(jax.tree.map(lambda leaf: leaf + 0, model))
+    found = [re.match(r"'(\S+)' and '\S+' were one array", str(each.message)) for each in caught]
+    return [each[1] for each in found if each]
+
+
+def test_a_lost_tie_is_noticed_once_for_each_model():
+    assert lose({"a": tied(2, 3)}) == ["a.embed", "a.embed"]  # in the trace, and outside
+    assert lose({"b": tied(2, 3)}) == ["b.embed", "b.embed"]  # another name above
+    assert lose({"a": tied(4, 3)}) == ["a.embed", "a.embed"]  # other shapes
+    assert lose({"held": {"a": tied(2, 3)}, "body": ramp(3)}) == []  # a model that holds the first
+    assert lose(tied(2, 3)) == []  # a part of the first
+    assert lose({"a": tied(2, 3, name="v")}) == ["a.embed", "a.embed"]  # another layer beside them
+    assert lose({"a": tied(2, 3), "b": tied(2, 3)}) == []
+    assert lose({"body": ramp(3), "nets": [tied(5)]}) == ["nets.0.embed"] * 2
+    assert lose({"body": ramp(4), "nets": [tied(5)]}) == ["nets.0.embed"] * 2  # other shapes elsewhere
+
+
+def test_ties_that_a_layout_was_given_are_missed_once_for_each_model():
+    def forget(model: Any, alias: str, source: str) -> int:
+        tp.layout(model, ties={alias: source})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tp.partition(model), tp.ravel(model)
+        return len(caught)
+
+    model = lambda *shape: {"x": ramp(*shape), "y": ramp(*shape) + 1}
+    assert forget({"a": model(2)}, "a.y", "a.x") == 1
+    assert forget({"b": model(2)}, "b.y", "b.x") == 1
+    assert forget({"a": model(3)}, "a.y", "a.x") == 1
+    assert forget({"a": model(2)}, "a.y", "a.x") == 0
+    assert forget({"held": {"a": model(2)}, "z": ramp(1)}, "held.a.y", "held.a.x") == 0
+
+
+def test_what_was_untied_stays_so_when_the_model_itself_is_met_again():
+    apart = tp.untie(model := tied(2, 3, name=f"u{next(count)}"))
+    tp.layout(model)
+    assert tp.layout(jax.tree.map(lambda leaf: leaf + 0, apart)).ties == {}
+
+
+# -- A limit -----------------------------------------------------------------------------------------------------------
+
+
+def test_three_thousand_kinds_leave_a_thousand_entries():
+    entries = lambda: sum(max(1, len(facts)) for facts in memory._facts.values())
+    for i in range(3000):
+        structure_of({f"x{i}": np.ones(2, "f")})
+    assert 900 < entries() <= 1000
+    shared = ramp(2)
+    for i in range(200):
+        model = {f"x{i}": shared, f"y{i}": shared, f"z{i}": np.ones(2, "f")}
+        tp.layout(model)
+        tp.layout(tp.tie(tp.untie(model), f"y{i}", to=f"x{i}"), ties={f"z{i}": f"x{i}"})
+    assert len(memory._facts) <= 1000
+    for i in range(300):  # one kind, of many shapes
+        structure_of({"x": (each := np.ones(i + 1, "f")), "y": each})
+    assert len(memory._facts) <= 1000
+    assert max(map(len, memory._facts.values())) <= 101
+
+
+def test_what_was_met_last_is_known_when_the_first_is_forgotten():
+    tp.layout(first := tied(2, 3, name=f"v{next(count)}"))
+    for i in range(1100):
+        structure_of({f"k{i}": np.ones(2, "f")})
+    assert tp.layout(jax.tree.map(lambda leaf: leaf + 0, first)).ties == {}  # nothing but a warning is lost
+    assert lose(tied(2, 3, name=f"v{next(count)}")) == ["embed", "embed"]
+
+
+# -- It never changes a number -----------------------------------------------------------------------------------------
+
+
+def model_of(kind: str) -> dict[str, Any]:
+    """A model of a kind of its own, with two arrays of each sort that are one."""
+    shared, bias, mean, zero = ramp(2, 3), jnp.zeros(2), jnp.ones(2), jnp.array(0)
+    net = {f"embed {kind}": shared, f"head {kind}": shared, "norms": [Norm(ramp(2), mean), Norm(ramp(2), mean)]}
+    return {f"net {kind}": net, "steps": zero, "episodes": zero, "bias": bias, "shift": bias}
+
+
+def loss(model: Any, x: Any = 1.0) -> Any:
+    return jnp.mean(x) * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf))
+
+
+def stepped(form: Any) -> Any:
+    tx = form(optax.sgd(0.1, momentum=0.9))
+    return lambda model: optim.step(tx, tp.grad(loss)(model), tx.init(model), model)
+
+
+VERBS = {
+    "layout": lambda model: [tp.layout(model).size, len(tp.layout(model).paths)],
+    "freeze": lambda model: tp.layout(model, freeze=["bias", "shift"]).size,
+    "partition": lambda model: tp.combine(*tp.partition(model)),
+    "ravel": lambda model: tp.ravel(model)[0],
+    "stack": lambda model: tp.stack(model)[0],
+    "grad": tp.grad(loss),
+    "accumulate": lambda model: tp.accumulate(loss, pieces=2)(model, np.ones(4, "f")),
+    "maptrainable": lambda model: tp.maptrainable(lambda leaf: 2 * leaf, model),
+    "mapreduce": lambda model: tp.mapreduce(jnp.sum, jnp.add, model, init=0.0),
+    "trainables": tp.trainables,
+    "project": lambda model: tp.project(model, tp.partition(model)[0]),
+    "replace": lambda model: tp.replace(model, {"bias": lambda bias: bias + 1}),
+    "copy": tp.copy,
+    "ema": lambda model: tp.ema(model, jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, model), decay=0.5),
+    "Ema": lambda model: tp.Ema(model, 0.9).update(model).average,
+    "tie": lambda model: tp.tie(model, "shift", to="bias"),
+    "untie": tp.untie,
+    "jit": tp.jit(tp.grad(loss)),
+    "reached": lambda model: tp.reached(loss)(model).size,
+    "moved": lambda model: tp.moved(lambda model: tp.maptrainable(jnp.sin, model))(model).size,
+    "hvp": lambda model: nested.hvp(loss)(model, tp.partition(model)[0]),
+    **{f"{form.__name__} step": stepped(form) for form in (optim.trainable, optim.flat, optim.stacked)},
+}
+
+
+def program(verb: str, kind: str) -> str:
+    """The program of a verb in a trace, with the numbers that are constants in it: what tells all of its results."""
+    made = jax.make_jaxpr(VERBS[verb])(model_of(kind))
+    return re.sub(r"0x\w+", "", f"{made} {[np.asarray(each).tolist() for each in made.consts]}")
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    command, root = [sys.executable, "-m", __spec__.name], pathlib.Path(__file__).parents[2]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout
+    return json.loads(printed)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("other", VERBS)
+def test_a_verb_in_a_trace_is_the_same_program_whatever_was_met_before(fresh: dict[str, str], other: str):
+    memory._facts.clear()
+    VERBS[other](model_of("met"))
+    assert {verb: program(verb, "met") for verb in VERBS} == fresh
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps({verb: program(verb, verb) for verb in VERBS}))
