@@ -18,7 +18,6 @@ The files, from the bottom up:
     elements     how two arrays of one shape differ in their elements
     messages     warnings at the line of the caller; the error of a deleted array
     marks        pairs of leaves that are marked in all models of a kind
-    numbers      where models hold Python numbers
     lost_ties    the memory of ties that a trace, or a forgotten layout, would lose
     recognise    recognises a tree whose structure is known
     copying      copy: every array in a new buffer
