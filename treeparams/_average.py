@@ -307,11 +307,9 @@ def _check_numbers(paths: Iterable[str], olds: Iterable[Any], news: Iterable[Any
     wrong = []
     for path, *pair in zip(paths, olds, news, strict=True):
         numbers = [each for each in pair if _is_number(each)]
-        is_passed = any(
-            isinstance(each, Tracer) and not each.shape and getattr(each, "weak_type", False) for each in pair
-        )
+        weak = [getattr(each, "weak_type", False) for each in pair if isinstance(each, Tracer) and not each.shape]
         are_equal = len(numbers) == 2 and (numbers[0] == numbers[1] or all(each != each for each in numbers))
-        if numbers and not is_passed and not are_equal:
+        if numbers and not any(weak) and not are_equal:
             old, new = (repr(each) if _is_number(each) else describe(each) for each in pair)
             wrong.append(f"{path!r} ({old}; {new})")
     if wrong:
@@ -393,8 +391,10 @@ def _mix_one(old: jax.Array, new: ArrayLike, weights: _Weights) -> jax.Array:
         end, start = jnp.where(is_none, -0.0, end), jnp.where(is_all, -0.0, start)
         return (of_new * end + of_old * start).astype(old.dtype)
     mixed = of_new * end + of_old * start
-    if weights.of_average is None:  # with fewer roundings, unless the difference overflows
-        change = end - start
-        mixed = jnp.where(jnp.isfinite(change), start + of_new * change, mixed)
+    if weights.of_average is None:
+        # With fewer roundings, unless the difference overflows. A choice by the difference itself, before the sum,
+        # would keep XLA from fusing the product into it in some shapes.
+        near = start + of_new * (end - start)
+        mixed = jnp.where(jnp.isfinite(near), near, mixed)
     mixed = jnp.where(is_none, start, mixed)
     return jnp.where(is_all, new.astype(old.dtype), mixed.astype(old.dtype))
