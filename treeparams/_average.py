@@ -1,7 +1,11 @@
-"""Exponential moving averages of models: target networks, Polyak averages."""
+"""Exponential moving averages of models: target networks, Polyak averages.
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+A trained parameter is averaged once for all paths of its tie. Everything else is read and written at its own path,
+even if the average or the model holds one array at several: two counters that start with one array are two counters.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -12,18 +16,26 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from ._mixing import Buffers, Weights, average_apart, mix, next_rest, weights_of
+from ._slots.index import Index
 from ._slots.layout import Trainable
 from ._slots.match import read_slots
-from ._slots.parts import Rest, index_in, kept_arrays, other_values, put_together, with_kept_arrays
+from ._slots.parts import Rest, index_in, kept_arrays, other_values, put_together, take_apart, with_kept_arrays
+from ._slots.rules import first_entries
 from ._tree.copying import copy, copy_leaf
 from ._tree.declare import field
-from ._tree.dtypes import widened
+from ._tree.dtypes import is_complex, is_inexact, widened
 from ._tree.memory import keep_apart
-from ._tree.messages import name_deleted, warn
+from ._tree.messages import AS_ARRAY, name_deleted, warn
+from ._tree.recognise import structure_of
+from ._tree.refs import is_ref, value_of
+from ._tree.structure import is_array
+from ._tree.text import describe
 from ._tree.types import PyTree
 
 M = TypeVar("M")
+
+Policy = Literal["copy", "keep", "average"]
+Buffers = Policy | Mapping[Any, Policy]
 
 
 def ema(
@@ -50,10 +62,17 @@ def ema(
 
     For the soft update of a target network you can pass `tau`, which is `1 - decay`. The result is then rounded as in
     `optax.incremental_update`, `tau * model + (1 - tau) * average`. Inside `jit` the two agree to the last bit, so a
-    program that you port keeps its numbers. `decay` is more accurate, because the two weights of the other formula do
-    not add up to exactly one. After 10^6 float32 steps towards a noisy model, the errors relative to float64 were 2e-7
-    with `decay` and 9e-7 with `tau` at `tau=0.005`, 6e-7 and 1e-5 at 0.001, 2e-6 and 2e-4 at 0.0001; in bfloat16 they
-    are equal. With `decay=0` or `tau=1` the result equals the model, bit for bit.
+    program that you port keeps its numbers. `decay` is more accurate. The page "Promises" of the documentation says by
+    how much, and how other expressions are rounded. With `decay=0` or `tau=1` the result equals the model bit for bit,
+    with `decay=1` or `tau=0` the average. Where `model - average` overflows, near the largest float, `decay` takes
+    `(1 - decay) * model + decay * average`.
+
+    Each array that is not trained is read and written at its own path, even if the average or the model holds one
+    array object at several paths: two counters that start with the same `jnp.array(0)` are two counters.
+
+    Python numbers are not averaged. A number that is equal in both stays (a rate, `dropout.p`), and any other is an
+    error, so write `jnp.asarray(number)`. `jax.jit` turns the numbers among its arguments into arrays, which are
+    averaged like all others; to leave them out, pass a `Layout` that you made outside.
 
     Args:
         average: the average so far. It decides the trained parameters, the ties and the dtypes. Start with
@@ -64,22 +83,21 @@ def ema(
         buffers: the policy for integers, bools, keys and frozen arrays. `"copy"` copies the model's array, `"keep"`
             keeps the average's, and `"average"` averages floating arrays and copies the others. Or `{where: policy}`:
             the first entry that selects an array gives its policy, and arrays that no entry selects are copied. A ref
-            (`jax.new_ref`) of the average counts as a frozen array, and the result is written into it. A Python number
-            follows the policy for integer arrays. `jax.jit` turns such a number into an array; it keeps this policy if
-            the library has seen such a model outside a trace (in `tp.copy`, `tx.init`, `tp.layout`, ...).
+            (`jax.new_ref`) of the average counts as a frozen array, and the result is written into it. With `"keep"` a
+            Python number stays, whatever the model has.
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
-        The new average. Functions and other leaves that are not arrays come from `average`, and so do Python numbers
-        that the model does not have.
+        The new average. Functions, bools, numbers and other leaves that are not arrays come from `average`.
 
     Raises:
         ValueError: `decay` or `tau` is not in [0, 1]; the model lacks an array of the average, or has one of another
-            shape; `buffers` is not a policy; an entry of `buffers` selects nothing, or only arrays that earlier entries
-            selected; see also `tp.layout`.
+            shape; a Python number in one of the two is an array or another number in the other; `buffers` is not a
+            policy; an entry of `buffers` selects nothing, or only arrays that earlier entries selected; see also
+            `tp.layout`.
         TypeError: the model is complex where the average is real; you passed both `decay` and `tau`, or neither.
     """
-    parts, weights = average_apart(average, trainable), weights_of(decay, tau)
+    parts, weights = take_apart(average, trainable, by_path=True), _weights_of(decay, tau)
     # A bfloat16 number has 8 significant bits. A step of 0.001 of the distance soon falls below half the spacing of
     # neighbouring numbers, and rounds to zero: the average stops moving, and nothing shows it.
     narrow = [parts.index.slots[slot] for slot in parts.index.narrow_slots]
@@ -91,10 +109,8 @@ def ema(
             "neighbouring numbers; tp.Ema(model, decay=...) keeps it in float32",
             about=("ema", narrow[0].dtype, *parts.index.structure.kinds[:1]),
         )
-    news = read_slots(parts.index, model, exact_shapes=True)
-    rest = next_rest(parts.rest, model, weights, buffers)
     try:
-        return put_together(rest, mix(parts.slots, news, weights))
+        return put_together(*_step(parts.rest, parts.slots, model, weights, buffers))
     except (RuntimeError, ValueError) as error:
         name_deleted(error, average)
         name_deleted(error, model)
@@ -155,7 +171,7 @@ class Ema(eqx.Module, Generic[M]):
                 correction by `1 - decay**count`. Before the first update it equals the model.
             warmup: if `True`, the decay starts low: `min(decay, (1 + count) / (10 + count))`.
             buffers: the policy for integers, bools, keys and frozen arrays; see `tp.ema`. Python numbers stay as they
-                are.
+                are, also beside a number of the model that `jax.jit` has turned into an array.
             trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         """
         if isinstance(model, (int, float)):
@@ -163,8 +179,8 @@ class Ema(eqx.Module, Generic[M]):
         if isinstance(decay, Tracer) or isinstance(tau, Tracer):
             raise TypeError("decay and tau of an Ema are static; pass a function of the count, or use tp.ema")
         # A function is asked at each step; here it stands for any number.
-        weights_of(0.0 if callable(decay) else decay, 0.0 if callable(tau) else tau)
-        parts = average_apart(model, trainable)
+        _weights_of(0.0 if callable(decay) else decay, 0.0 if callable(tau) else tau)
+        parts = take_apart(model, trainable, by_path=True)
         self.shadow = parts.canonical([jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots])
         kept, values = (list(map(copy_leaf, of(parts.rest).values())) for of in (kept_arrays, other_values))
         self.rest = with_kept_arrays(parts.rest, kept, values)
@@ -186,11 +202,12 @@ class Ema(eqx.Module, Generic[M]):
             The new average, with the same structure, shapes and dtypes.
 
         Raises:
-            ValueError: the model lacks an array of the average, or has one of another shape.
+            ValueError: the model lacks an array of the average, or has one of another shape, or a Python number where
+                the average has an array or another number, or the other way round.
             TypeError: the model is complex where the average is real.
         """
         decay, tau = (said(self.count) if callable(said) else said for said in (self.decay, self.tau))
-        step = weights_of(decay, tau).of_model
+        step = _weights_of(decay, tau).of_model
         if self.warmup:
             step = jnp.maximum(step, 9 / (10 + self.count))
         weight = jnp.asarray(self.weight + step * (1 - self.weight), jnp.float32)
@@ -199,12 +216,10 @@ class Ema(eqx.Module, Generic[M]):
             # divided by the new weight is the same as dividing by the weight at the end, but the shadow is itself the
             # average at any time; the first step is 1, so that the values at the start go.
             step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
-        weights = weights_of(None, step) if decay is None else Weights(step, None)
-        news = read_slots(index_in(self.rest), model, exact_shapes=True)
-        rest = next_rest(self.rest, model, weights, self.buffers)
+        weights = _weights_of(None, step) if decay is None else _Weights(step, None)
         olds, treedef = jtu.tree_flatten(self.shadow)
-        shadow = jtu.tree_unflatten(treedef, mix(olds, news, weights))
-        changed = shadow, rest, self.count + 1, weight
+        rest, news = _step(self.rest, olds, model, weights, self.buffers)
+        changed = jtu.tree_unflatten(treedef, news), rest, self.count + 1, weight
         return eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), self, changed)
 
     @property
@@ -223,3 +238,163 @@ class Ema(eqx.Module, Generic[M]):
 
 
 Ema.__module__ = "treeparams"
+
+
+# -- One step ----------------------------------------------------------------------------------------------------------
+
+
+class _Weights(NamedTuple):
+    """The weights of one step."""
+
+    of_model: ArrayLike
+    of_average: ArrayLike | None  # None: what `of_model` leaves of one
+
+
+def _weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> _Weights:
+    """Returns the weights for `decay` or `tau`; Python numbers are subtracted in double precision."""
+    if decay is None and tau is not None:
+        _check_weight("tau", tau)
+        return _Weights(tau, None if isinstance(tau, (int, float)) and tau == 1 else 1 - tau)
+    if decay is not None and tau is None:
+        _check_weight("decay", decay)
+        return _Weights(1 - decay, None)
+    raise TypeError(
+        "pass either decay, the weight of the average, or tau = 1 - decay, the weight of the model; got "
+        + ("neither" if tau is None else "both")
+    )
+
+
+def _check_weight(name: str, value: ArrayLike) -> None:
+    if not (isinstance(value, (int, float, np.generic)) or is_array(value)):
+        raise TypeError(f"{name} must be a number in [0, 1], got {describe(value)}")
+    if jnp.ndim(value) != 0:
+        raise ValueError(f"{name} must be a scalar, got shape {jnp.shape(value)}")
+    if isinstance(value, (int, float, np.generic)) and not 0 <= value <= 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")
+
+
+def _step(
+    rest: Rest[M], slots: Sequence[Any], model: PyTree, weights: _Weights, buffers: Buffers
+) -> tuple[Rest[M], list[Any]]:
+    """Returns an average after a step towards a model, taken apart as before. Refs are written after all checks."""
+    index, arrays, values = index_in(rest), kept_arrays(rest), other_values(rest)
+    news = read_slots(index, model, exact_shapes=True)
+    _check_numbers([slot.path for slot in index.slots], slots, news)
+    olds = arrays | {path: value for path, value in values.items() if _is_number(value) or is_ref(value)}
+    policies = _policies(index, olds, buffers)
+    olds = {path: old for path, old in olds.items() if policies[path] != "keep"}
+    steps = {}
+    if olds:
+        leaves, _, others = structure_of(model)
+        found = {path: leaves[i] for path, i in others.index.items() if path in olds}
+        _check_numbers(found, map(olds.__getitem__, found), found.values())
+        _check_shapes(olds, found)
+        steps = {path: _next(policies[path], olds[path], new, weights) for path, new in found.items()}
+    kept = [steps.get(path, array) for path, array in arrays.items()]
+    written = [steps.get(path, value) for path, value in values.items()] if index.structure.refs else None
+    return with_kept_arrays(rest, kept, written), _mix(slots, news, weights)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool)  # bools are flags
+
+
+def _check_numbers(paths: Iterable[str], olds: Iterable[Any], news: Iterable[Any]) -> None:
+    """Raises a `ValueError` for a number of the average or the model, unless the other has an equal one at its path.
+
+    A traced scalar of weak type is passed: it may be a number of which `jax.jit` made a tracer.
+    """
+    wrong = []
+    for path, *pair in zip(paths, olds, news, strict=True):
+        numbers = [each for each in pair if _is_number(each)]
+        weak = [getattr(each, "weak_type", False) for each in pair if isinstance(each, Tracer) and not each.shape]
+        are_equal = len(numbers) == 2 and (numbers[0] == numbers[1] or all(each != each for each in numbers))
+        if numbers and not any(weak) and not are_equal:
+            old, new = (repr(each) if _is_number(each) else describe(each) for each in pair)
+            wrong.append(f"{path!r} ({old}; {new})")
+    if wrong:
+        raise ValueError(
+            f"expected an array, or the same Python number, in the average and in the model, got {', '.join(wrong)}. A "
+            f'number is not averaged: {AS_ARRAY}, for both; or keep that of the average, buffers={{where: "keep"}}'
+        )
+
+
+def _check_shapes(olds: Mapping[str, Any], news: Mapping[str, Any]) -> None:
+    def problem(path: str, old: Any) -> str | None:
+        if path not in news:
+            return "nothing"
+        new = news[path]
+        if not (is_array(new) or is_ref(new) or isinstance(new, bool)):
+            return describe(new)
+        return None if jnp.shape(new) == jnp.shape(old) else f"shape {jnp.shape(new)}"
+
+    problems = {path: problem(path, old) for path, old in olds.items() if not _is_number(old)}
+    wrong = [f"{path!r} (shape {jnp.shape(olds[path])}; {got})" for path, got in problems.items() if got]
+    if wrong:
+        raise ValueError(
+            f"arrays that are not trained are copied from the model, which does not match the average at "
+            f'{", ".join(wrong)}; write buffers="keep" to keep the average\'s, or buffers={{where: "keep"}} for some'
+        )
+
+
+def _next(policy: str, old: Any, new: Any, weights: _Weights) -> Any:
+    """Returns what is at a path of an average after a step, with what the model has there; no slot is there."""
+    if is_ref(old):  # the average writes its own one, and never the one of the model
+        own = copy_leaf(old) if old is new else old
+        own[...] = _next(policy, value_of(old), value_of(new), weights)
+        return own
+    new = value_of(new)
+    if not is_array(old):  # an equal number
+        return old
+    if policy == "average" and is_inexact(old.dtype) and is_inexact(jnp.result_type(new)):
+        return _mix([old], [new], weights)[0]
+    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):  # `jnp.array` takes no such dtype
+        return copy_leaf(new)
+    return jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
+
+
+def _policies(index: Index, paths: Collection[str], buffers: Buffers) -> dict[str, str]:
+    """Returns the policy for the array, ref or number at each path."""
+    rules = buffers if isinstance(buffers, Mapping) else {"**": buffers}
+    for policy in rules.values():
+        if policy not in ("copy", "keep", "average"):
+            raise ValueError(
+                f'buffers must be "copy", "keep" or "average", or a dict {{where: policy}}, got {policy!r}'
+            )
+    if isinstance(buffers, str):
+        return dict.fromkeys(paths, buffers)
+    structure, policies = index.structure, list(rules.values())
+    untied = structure.remember("without ties", lambda: Index(structure, index.trained, ()))
+    leaves = [structure.index[path] for path in paths]
+    kind = "frozen or integer array"
+    found = first_entries(untied, list(rules), leaves, asked=leaves, kind=kind)
+    return {path: policies[found[i]] if i in found else "copy" for path, i in zip(paths, leaves, strict=True)}
+
+
+@jax.jit
+def _mix(olds: Sequence[Any], news: Sequence[Any], weights: _Weights) -> list[Any]:
+    """Averages each pair by the weights, in at least float32, and returns it in the dtype of the old value."""
+    # One program for all pairs: one call of a compiled function in place of a few operations for each.
+    return [_mix_one(old, new, weights) for old, new in zip(olds, news, strict=True)]
+
+
+def _mix_one(old: jax.Array, new: ArrayLike, weights: _Weights) -> jax.Array:
+    wide, new = widened(old.dtype), jnp.asarray(new)
+    of_new, start, end = (jnp.asarray(each).astype(wide) for each in (weights.of_model, old, new))
+    of_old = 1 - of_new if weights.of_average is None else jnp.asarray(weights.of_average).astype(wide)
+    # An average that has overflowed, or is not a number, is replaced too where the model weighs one, and stays where
+    # the average does.
+    is_all, is_none = of_new == 1, of_new == 0
+    if weights.of_average is not None and not is_complex(wide):
+        # A choice after the sum would change how XLA fuses a product into it, and so the last bit. Adding -0.0 leaves
+        # every number as it is.
+        end, start = jnp.where(is_none, -0.0, end), jnp.where(is_all, -0.0, start)
+        return (of_new * end + of_old * start).astype(old.dtype)
+    mixed = of_new * end + of_old * start
+    if weights.of_average is None:
+        # With fewer roundings, unless the difference overflows. A choice by the difference itself, before the sum,
+        # would keep XLA from fusing the product into it in some shapes.
+        near = start + of_new * (end - start)
+        mixed = jnp.where(jnp.isfinite(near), near, mixed)
+    mixed = jnp.where(is_none, start, mixed)
+    return jnp.where(is_all, new.astype(old.dtype), mixed.astype(old.dtype))

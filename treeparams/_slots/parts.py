@@ -5,6 +5,7 @@ Every function of this library is `take_apart`, its own operation on `parts.slot
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -22,7 +23,7 @@ from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
 from .accidents import warn_of_forgotten_ties
 from .index import Index
-from .layout import Layout, Trainable, index_of
+from .layout import Layout, Trainable, index_of, trained_at
 from .match import read_slots
 from .trainable import check_is_model, look_up
 from .untrained import refuse_refs
@@ -149,17 +150,30 @@ class Parts(Generic[M]):
         return jtu.tree_unflatten(static.treedef, index.everywhere([*slots, None, *computed]))
 
 
-def take_apart(model: M, trainable: Trainable, *, allow_refs: bool = False) -> Parts[M]:
-    """Splits a model into one array per slot and the rest; refuses a ref among the slots."""
+def take_apart(model: M, trainable: Trainable, *, by_path: bool = False) -> Parts[M]:
+    """Splits a model into one array per slot and the rest; refuses a ref among the slots.
+
+    With `by_path`, refs are no slots, and the rest has an entry for each path, though one array be at several.
+    """
     leaves, treedef, structure = structure_of(model)
     check_is_model(leaves, structure)
     layout, index = look_up(structure, trainable, leaves)
-    if not allow_refs:
+    if by_path:
+        layout = trained_at(layout, index.positions)
+        index = structure.remember(("by path", layout), functools.partial(_each_by_itself, structure, layout))
+    else:
         refuse_refs(index)
     if not isinstance(trainable, Layout):
         warn_of_forgotten_ties(index)
     static = _Static(layout, index, treedef, index.gathers.values(leaves))
     return Parts(index.gathers.slots(leaves), Rest(index.gathers.kept(leaves), static))
+
+
+def _each_by_itself(structure: Structure, layout: Layout) -> Index:
+    """Returns the `Index` of models in which no two leaves share an array, except those of a slot."""
+    index = look_up(structure, layout)[1]
+    first = tuple([first if i in index.by_leaf else i for i, first in enumerate(structure.first)])
+    return Index(dataclasses.replace(structure, first=first, _memo={}), index.trained, index.ties)
 
 
 def as_rest(tree: M, *, by_shape: bool = True) -> Rest[M]:

@@ -17,7 +17,6 @@ The files, from the bottom up:
     elements     how two arrays of one shape differ in their elements
     memory       what is remembered of models that were met: facts about leaves, for warnings
     messages     warnings at the line of the caller; the error of a deleted array
-    numbers      where models hold Python numbers
     recognise    recognises a tree whose structure is known
     copying      copy: every array in a new buffer
 """

@@ -9,8 +9,6 @@ import numpy as np
 
 from .flattening import flatten
 from .messages import name_deleted
-from .numbers import NUMBERS
-from .recognise import structure_of
 from .refs import is_ref, value_of
 
 M = TypeVar("M")
@@ -36,8 +34,6 @@ def copy(tree: M) -> M:
         leaves that are not arrays are unchanged.
     """
     leaves, treedef = flatten(tree)
-    if not NUMBERS.isdisjoint(map(type, leaves)):
-        structure_of(tree)  # where these stand is remembered
     copies: dict[int, Any] = {}
     try:
         for leaf in leaves:

@@ -28,7 +28,6 @@ import numpy as np
 from .declare import registry
 from .flattening import Avals, flatten, getter, same_treedef
 from .memory import meet
-from .numbers import note_numbers
 from .static_keys import SIMPLE, StaticKeys, contents, found_at, is_settled
 from .structure import Structure, refs_in, scan
 from .types import PyTree, TreeDef
@@ -147,7 +146,6 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
     known = _Known(tree, leaves, treedef, context, statics, settled)
     if not known.structure.is_traced and jax.ShapeDtypeStruct not in known.types:
         meet(known.structure, is_call=not by_shape)
-        note_numbers(known.structure)
     if all(map(_is_harmless, looked_at)):
         with _changing:
             # A new list, since another thread may be reading the old one. The newest first: it is the likeliest.

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from .._norm import global_norm
@@ -60,7 +59,8 @@ def clip_by_global_norm(
     `optim.trainable(optax.apply_if_finite(tx, max_consecutive_errors=10))`. A limit of infinity changes nothing.
 
     Args:
-        max_norm: the limit, positive; it may be traced (`optax.inject_hyperparams`).
+        max_norm: the limit, a positive number, or an array that may be traced (`optax.inject_hyperparams`). An array at
+            or below zero, as at the end of a schedule, gives zeros.
         axis_name: one or more named axes (`jax.shard_map`, `jax.vmap`) over which the gradient is split; the norm is
             then that of all pieces together. Leave it out if each device has the whole gradient.
 
@@ -68,7 +68,7 @@ def clip_by_global_norm(
         A transformation with a `ClipState`; each leaf keeps its dtype.
 
     Raises:
-        ValueError: `max_norm` is not positive.
+        ValueError: `max_norm` is a number that is not positive.
         TypeError: `max_norm` is a schedule.
     """
     if callable(max_norm):
@@ -76,7 +76,7 @@ def clip_by_global_norm(
         raise TypeError(f"max_norm must be a number; for a schedule write {injected}")
     if not (isinstance(max_norm, (int, float)) or is_array(max_norm)):
         raise TypeError(f"max_norm must be a number, got {describe(max_norm)}")
-    if not isinstance(max_norm, Tracer) and not float(max_norm) > 0:
+    if not is_array(max_norm) and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
     def init(params: PyTree) -> ClipState:
@@ -88,7 +88,7 @@ def clip_by_global_norm(
         if axis_name is not None:
             norm = _norm_over(axis_name, norm)
         with np.errstate(over="ignore"):  # 1e39 is infinity
-            limit = jnp.asarray(max_norm, norm.dtype)
+            limit = jnp.maximum(jnp.asarray(max_norm, norm.dtype), 0)
         is_within = norm <= limit
         # Within the limit the scale is 1 exactly. The inner `where` keeps infinity / infinity out of the gradient, too.
         is_finite = jnp.isfinite(norm)
