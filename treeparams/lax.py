@@ -1,0 +1,295 @@
+"""Control flow of `jax.lax` for whole models: in the carry, among the operands, in what is returned.
+
+Each function calls its namesake of `jax.lax` with the arrays of your trees, and puts the trees together again. A carry,
+and what branches return, goes by a dictionary of its arrays by path, each tied parameter once (`_Common`).
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.tree_util as jtu
+
+from ._jit import differences
+from ._slots.parts import Rest, arrays_in, as_rest, index_in, opened, put_together, with_kept_arrays
+from ._tree.dtypes import is_inexact
+from ._tree.memory import with_object
+from ._tree.messages import warn
+from ._tree.structure import Node, Structure
+from ._tree.text import describe, first_few, first_lines
+from ._tree.types import PyTree
+
+C = TypeVar("C")
+Y = TypeVar("Y")
+_Function = Callable[..., Any]
+
+
+def scan(
+    f: Callable[[C, Any], tuple[C, Y]],
+    init: C,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> tuple[C, Y]:
+    """`jax.lax.scan` with models in `init`, in `xs`, and in what `f` returns.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> shared = jnp.array([1.0, 2.0])
+    >>> model = {"a": shared, "b": shared, "act": jnp.tanh, "steps": jnp.array(0)}
+    >>> def step(model, rate):
+    ...     model = tp.maptrainable(lambda x: (1 - rate) * x, model)
+    ...     return model | {"steps": model["steps"] + 1}, model["a"].sum()
+    >>> model, sums = tp.lax.scan(step, model, jnp.array([0.5, 0.5]))
+    >>> model["a"] is model["b"], model["a"], int(model["steps"]), sums
+    (True, Array([0.25, 0.5 ], dtype=float32), 2, Array([1.5 , 0.75], dtype=float32))
+
+    Every array is carried. Whatever is no array, Python and NumPy numbers included, is static, and the step must return
+    it as it was: write `jnp.zeros(())` for a running total, not `0.0`. A tie holds in the loop if the step keeps it, as
+    `optim.step` does.
+
+    Args:
+        f: the step, from carry and element to the next carry and an output.
+        init: the carry at the start.
+        xs: a tree of arrays, which are scanned along their first axes. What is no array is the same in each step.
+        length: how many steps, if `xs` has no arrays.
+        reverse: whether to scan from the last element to the first.
+        unroll: how many steps to compile as one iteration.
+
+    Returns:
+        The last carry, and the outputs with their arrays stacked. What is no array in an output comes back as it is.
+
+    Raises:
+        ValueError: the step returns a carry in which something else than arrays has changed.
+        TypeError: `f` returns no pair; or the shape or dtype of an array changes, as in `jax.lax.scan`.
+
+    Warns:
+        UserWarning: two places of a model were one parameter before the step, and are two after it.
+    """
+    elements = as_rest(xs)
+
+    def run(common: "_Common", body: _Function) -> tuple[C, Y]:
+        carry, ys = jax.lax.scan(body, common.arrays(init), elements, length, reverse, unroll)
+        return common.tree(carry), put_together(ys, ())
+
+    wrap = lambda common, f: [lambda carry, x: _pair(common, f(common.tree(carry), opened(x)))]
+    return _agreed(wrap, run, [f], (init, xs), _LOOP)
+
+
+def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_val: C) -> C:
+    """`jax.lax.while_loop` with a model as the value. What a step may change is said at `tp.lax.scan`.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> halve = lambda model: tp.maptrainable(lambda x: x / 2, model)
+    >>> model = {"w": jnp.array(8.0), "act": jnp.tanh}
+    >>> float(tp.lax.while_loop(lambda model: model["w"] > 1, halve, model)["w"])
+    1.0
+    """
+    wrap = lambda common, go_on, body: [
+        lambda value: go_on(common.tree(value)),
+        lambda value: common.arrays(body(common.tree(value))),
+    ]
+    run = lambda common, go_on, body: common.tree(jax.lax.while_loop(go_on, body, common.arrays(init_val)))
+    return _agreed(wrap, run, [cond_fun, body_fun], (init_val,), _LOOP)
+
+
+def fori_loop(
+    lower: Any, upper: Any, body_fun: Callable[[Any, C], C], init_val: C, *, unroll: int | bool | None = None
+) -> C:
+    """`jax.lax.fori_loop` with a model as the value. What a step may change is said at `tp.lax.scan`.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> add = lambda i, model: tp.maptrainable(lambda x: x + i, model)
+    >>> float(tp.lax.fori_loop(0, 4, add, {"w": jnp.array(0.0), "act": jnp.tanh})["w"])
+    6.0
+    """
+    wrap = lambda common, body: [lambda i, value: common.arrays(body(i, common.tree(value)))]
+    run = lambda common, body: common.tree(
+        jax.lax.fori_loop(lower, upper, body, common.arrays(init_val), unroll=unroll)
+    )
+    return _agreed(wrap, run, [body_fun], (init_val,), _LOOP)
+
+
+def cond(pred: Any, true_fun: Callable[..., Y], false_fun: Callable[..., Y], *operands: Any) -> Y:
+    """`jax.lax.cond` with models among the operands, and in what the branches return.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> agent, target = ({"w": jnp.array(w), "act": jnp.tanh} for w in (1.0, 0.0))
+    >>> update = lambda step, target: tp.lax.cond(
+    ...     step % 10 == 0, lambda agent, _: agent, lambda _, target: target, agent, target
+    ... )
+    >>> float(update(5, target)["w"]), float(update(10, target)["w"])
+    (0.0, 1.0)
+
+    The branches must return what differs in arrays alone. A tie holds in the result if both give it.
+    """
+    return _choose(lambda branches, rest: jax.lax.cond(pred, *branches, rest), [true_fun, false_fun], operands)
+
+
+def switch(index: Any, branches: Sequence[Callable[..., Y]], *operands: Any) -> Y:
+    """`jax.lax.switch` with models among the operands, and in what the branches return; see `tp.lax.cond`.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> scale = [lambda model, k=k: tp.maptrainable(lambda x: k * x, model) for k in range(3)]
+    >>> float(tp.lax.switch(2, scale, {"w": jnp.array(3.0), "act": jnp.tanh})["w"])
+    6.0
+    """
+    return _choose(lambda branches, rest: jax.lax.switch(index, branches, rest), branches, operands)
+
+
+def map(f: Callable[[Any], Y], xs: Any, *, batch_size: int | None = None) -> Y:
+    """`jax.lax.map` over the arrays of a model, such as an ensemble; `f` may return models.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> ensemble = {"w": jnp.arange(3.0), "act": jnp.square}
+    >>> tp.lax.map(lambda member: member["act"](member["w"]), ensemble)
+    Array([0., 1., 4.], dtype=float32)
+
+    What is no array is the same in each call, and comes back as it is.
+    """
+    elements = as_rest(xs)
+
+    def run(_: "_Common", body: _Function) -> Y:
+        if batch_size is None:  # `jax.lax.map` would trace anew at each call outside of `jit`
+            return put_together(jax.lax.scan(body, (), elements)[1], ())
+        return put_together(jax.lax.map(lambda x: body((), x)[1], elements, batch_size=batch_size), ())
+
+    wrap = lambda _, f: [lambda carry, x: (carry, as_rest(f(opened(x))))]
+    return _agreed(wrap, run, [f], (xs,), _LOOP)
+
+
+# -- What trees have in common -----------------------------------------------------------------------------------------
+
+_LOOP = "the step returns another carry", "before the step", "after it", "the carry itself"
+_BRANCHES = "the branches return different trees", "in one branch", "in another", "the result itself"
+_KINDS = 64  # of arguments, for which the wrappers of one function are kept
+_LOST = (
+    "{} are one parameter before the step and two after it, so each is carried by itself. To keep the tie, update the "
+    "model by optim.step, or end the step with tp.tie(model, layout)"
+)
+
+
+class _Parted(Exception):  # noqa: N818, caught in this file
+    """Ends a trace in which a tree parts ties of those before: the ties that are left, and the pairs that are lost."""
+
+
+class _Common:
+    """What the trees of a loop, or of branches, have in common: ties of parameters, and all that is no array."""
+
+    def __init__(self, words: tuple[str, str, str, str], first: Mapping[int, int]) -> None:
+        self._words = words
+        self._first = first  # of each parameter the first leaf that is the same array in every tree so far
+        self._rest: Any = None  # the first tree without its arrays
+
+    def arrays(self, tree: PyTree) -> dict[str, Any]:
+        """Returns the arrays of a tree by path, each tied parameter once; ends the trace if the tree parts a tie."""
+        rest = as_rest(tree, tied=False)
+        without = with_kept_arrays(rest, ())
+        self._rest = self._rest or without
+        if jtu.tree_structure(without) != jtu.tree_structure(self._rest):
+            what, *words = self._words
+            raise ValueError(
+                f"{what}, and only arrays may differ:\n"
+                + first_lines([row.in_words(*words) for row in differences(self._rest, without)])
+                + "\nA Python number is static: write jnp.asarray(number), or jnp.zeros(()) for a running total"
+            )
+        arrays, seen, both = dict(zip(self._leaves, arrays_in(rest), strict=True)), {}, {}
+        own = {i: seen.setdefault(id(array), i) for i, array in arrays.items() if is_inexact(array.dtype)}
+        before = self._first or own
+        self._first = {i: both.setdefault((first, own.get(i, i)), i) for i, first in before.items()}
+        if self._first != before:
+            pairs = [(first, i) for i, first in before.items() if self._first[first] != self._first[i]]
+            raise _Parted(self._first, _within_models(index_in(rest).structure, before, pairs))
+        return {self._key(i): array for i, array in arrays.items() if before.get(i, i) == i}
+
+    def tree(self, arrays: Mapping[str, Any]) -> Any:
+        """Returns the tree of such arrays."""
+        return opened(with_kept_arrays(self._rest, [arrays[self._key(self._first.get(i, i))] for i in self._leaves]))
+
+    @property
+    def _leaves(self) -> tuple[int, ...]:
+        """The leaves that are arrays."""
+        index = index_in(self._rest)
+        return index.gathers.kept(range(len(index.trained)))
+
+    def _key(self, leaf: int) -> str:
+        return index_in(self._rest).structure.paths[leaf] or self._words[-1]
+
+
+def _within_models(structure: Structure, first: Mapping[int, int], pairs: list[tuple[int, int]]) -> list[str]:
+    """Returns, in words, the pairs of parameters that were not one because all of two nodes was: `target = agent`."""
+    entries, nodes = structure.entries, {node.entries: node for node in structure.nodes}
+    is_sequence = issubclass(structure.nodes[0].cls, (tuple, list))
+
+    def below(node: Node) -> dict[tuple[str, ...], int]:
+        return {entries[i][len(node.entries) :]: first[i] for i in range(node.start, node.stop) if i in first}
+
+    def are_whole(a: int, b: int) -> bool:
+        shorter = min(len(entries[a]), len(entries[b]))
+        for k in range(1, shorter):
+            one, other = nodes[entries[a][:-k]], nodes[entries[b][:-k]]
+            if one.cls is other.cls and one.stop <= other.start and entries[a][-k:] == entries[b][-k:]:
+                here, there = below(one), below(other)
+                if all(here[path] == there[path] for path in here.keys() & there.keys()):
+                    return True
+        return is_sequence and shorter == 1  # a place of the carry by itself: `(x, x)` for this and the last one
+
+    paths = structure.paths
+    return [f"{paths[a]!r} and {paths[b]!r}" for a, b in pairs if not are_whole(a, b)]
+
+
+# -- Functions of arrays -----------------------------------------------------------------------------------------------
+
+
+def _choose(choose: _Function, branches: Sequence[_Function], operands: tuple[Any, ...]) -> Any:
+    """Calls one of some branches."""
+    rest = as_rest(operands)
+    wrap = lambda common, *branches: [
+        lambda rest, branch=branch: common.arrays(branch(*opened(rest))) for branch in branches
+    ]
+    return _agreed(wrap, lambda common, *wrapped: common.tree(choose(wrapped, rest)), branches, operands, _BRANCHES)
+
+
+def _pair(common: _Common, pair: Any) -> tuple[dict[str, Any], Rest[Any]]:
+    """Returns the arrays of what a step of `scan` returns."""
+    if not (isinstance(pair, tuple) and len(pair) == 2):
+        raise TypeError(f"the step of a scan must return a pair, (carry, output), got {describe(pair)}")
+    return common.arrays(pair[0]), as_rest(pair[1])
+
+
+def _agreed(wrap: _Function, run: _Function, functions: Sequence[_Function], given: Any, words: Any) -> Any:
+    """Runs a loop or a choice; where a trace parts ties, again without them.
+
+    JAX traces a function once for equal arguments. So the wrappers are kept as long as the first function lives; they
+    hold the functions weakly.
+    """
+    call = as_rest((None, given, {}), by_shape=False)  # as a call: each argument is a tree by itself
+    known, tokens = _known(functions[0])[0], [_known(each)[1] for each in functions]
+    key = (wrap.__qualname__, *tokens, jtu.tree_structure(call), *[jax.typeof(array) for array in arrays_in(call)])
+    found, first = known.get(key), {}
+    while True:
+        common = found[0] if found else _Common(words, first)
+        wrapped = found[1] if found else wrap(common, *[_weakly(each) for each in functions])
+        try:
+            result = run(common, *wrapped)
+        except _Parted as parted:
+            found, (first, lost) = None, parted.args
+        else:
+            if len(known) >= _KINDS:
+                known.clear()
+            known[key] = common, wrapped
+            return result
+        if lost and words is _LOOP:
+            warn(_LOST.format(first_few(lost)), about=(_LOST, *lost))
+
+
+@with_object
+def _known(function: _Function) -> tuple[dict[Any, Any], object]:
+    """Returns the wrappers of a function by the kinds of their arguments, and what stands for the function in a key."""
+    return {}, object()
+
+
+def _weakly(function: _Function) -> _Function:
+    held: Any = weakref.ref(function)
+    return lambda *args: held()(*args)
