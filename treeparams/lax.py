@@ -1,9 +1,11 @@
 """Control flow of `jax.lax` for whole models: in the carry, among the operands, in what is returned.
 
 Each function calls its namesake of `jax.lax` with the arrays of your trees, and puts the trees together again. A carry,
-and what branches return, goes by a dictionary of its arrays by path, each tied parameter once (`_Common`).
+and what branches return, goes by a dictionary of its arrays by path, each tied parameter once (`_Kind`).
 """
 
+import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,7 +18,7 @@ from ._slots.parts import Rest, arrays_in, as_rest, index_in, opened, put_togeth
 from ._tree.dtypes import is_inexact
 from ._tree.memory import with_object
 from ._tree.messages import warn
-from ._tree.structure import Node, Structure
+from ._tree.structure import Structure
 from ._tree.text import describe, first_few, first_lines
 from ._tree.types import PyTree
 
@@ -68,12 +70,8 @@ def scan(
         UserWarning: two places of a model were one parameter before the step, and are two after it.
     """
     elements = as_rest(xs)
-
-    def run(common: "_Common", body: _Function) -> tuple[C, Y]:
-        carry, ys = jax.lax.scan(body, common.arrays(init), elements, length, reverse, unroll)
-        return common.tree(carry), put_together(ys, ())
-
-    wrap = lambda common, f: [lambda carry, x: _pair(common, f(common.tree(carry), opened(x)))]
+    wrap = lambda kind, f: [lambda carry, x: _closed(kind, f(kind.tree(carry), opened(x)))]
+    run = lambda kind, body: _joined(kind, *jax.lax.scan(body, kind.arrays(init), elements, length, reverse, unroll))
     return _agreed(wrap, run, [f], (init, xs), _LOOP)
 
 
@@ -86,11 +84,8 @@ def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_va
     >>> float(tp.lax.while_loop(lambda model: model["w"] > 1, halve, model)["w"])
     1.0
     """
-    wrap = lambda common, go_on, body: [
-        lambda value: go_on(common.tree(value)),
-        lambda value: common.arrays(body(common.tree(value))),
-    ]
-    run = lambda common, go_on, body: common.tree(jax.lax.while_loop(go_on, body, common.arrays(init_val)))
+    wrap = lambda kind, go_on, body: [lambda x: go_on(kind.tree(x)), lambda x: kind.arrays(body(kind.tree(x)))]
+    run = lambda kind, go_on, body: kind.tree(jax.lax.while_loop(go_on, body, kind.arrays(init_val)))
     return _agreed(wrap, run, [cond_fun, body_fun], (init_val,), _LOOP)
 
 
@@ -104,10 +99,8 @@ def fori_loop(
     >>> float(tp.lax.fori_loop(0, 4, add, {"w": jnp.array(0.0), "act": jnp.tanh})["w"])
     6.0
     """
-    wrap = lambda common, body: [lambda i, value: common.arrays(body(i, common.tree(value)))]
-    run = lambda common, body: common.tree(
-        jax.lax.fori_loop(lower, upper, body, common.arrays(init_val), unroll=unroll)
-    )
+    wrap = lambda kind, body: [lambda i, x: kind.arrays(body(i, kind.tree(x)))]
+    run = lambda kind, body: kind.tree(jax.lax.fori_loop(lower, upper, body, kind.arrays(init_val), unroll=unroll))
     return _agreed(wrap, run, [body_fun], (init_val,), _LOOP)
 
 
@@ -149,32 +142,30 @@ def map(f: Callable[[Any], Y], xs: Any, *, batch_size: int | None = None) -> Y:
     What is no array is the same in each call, and comes back as it is.
     """
     elements = as_rest(xs)
-
-    def run(_: "_Common", body: _Function) -> Y:
-        if batch_size is None:  # `jax.lax.map` would trace anew at each call outside of `jit`
-            return put_together(jax.lax.scan(body, (), elements)[1], ())
-        return put_together(jax.lax.map(lambda x: body((), x)[1], elements, batch_size=batch_size), ())
-
     wrap = lambda _, f: [lambda carry, x: (carry, as_rest(f(opened(x))))]
-    return _agreed(wrap, run, [f], (xs,), _LOOP)
+    if batch_size is None:  # `jax.lax.map` would trace anew at each call outside of `jit`
+        mapped = lambda body: jax.lax.scan(body, (), elements)[1]
+    else:
+        mapped = lambda body: jax.lax.map(lambda x: body((), x)[1], elements, batch_size=batch_size)
+    return _agreed(wrap, lambda _, body: put_together(mapped(body), ()), [f], (xs,), _LOOP)
 
 
-# -- What trees have in common -----------------------------------------------------------------------------------------
+# -- What trees have in common ---------------------------------------------------------------------------------------
 
 _LOOP = "the step returns another carry", "before the step", "after it", "the carry itself"
 _BRANCHES = "the branches return different trees", "in one branch", "in another", "the result itself"
 _KINDS = 64  # of arguments, for which the wrappers of one function are kept
-_LOST = (
+_PARTED = (
     "{} are one parameter before the step and two after it, so each is carried by itself. To keep the tie, update the "
     "model by optim.step, or end the step with tp.tie(model, layout)"
 )
 
 
 class _Parted(Exception):  # noqa: N818, caught in this file
-    """Ends a trace in which a tree parts ties of those before: the ties that are left, and the pairs that are lost."""
+    """Ends a trace in which a tree parts ties of those before: the ties that are left, and the lost ones in words."""
 
 
-class _Common:
+class _Kind:
     """What the trees of a loop, or of branches, have in common: ties of parameters, and all that is no array."""
 
     def __init__(self, words: tuple[str, str, str, str], first: Mapping[int, int]) -> None:
@@ -199,8 +190,7 @@ class _Common:
         before = self._first or own
         self._first = {i: both.setdefault((first, own.get(i, i)), i) for i, first in before.items()}
         if self._first != before:
-            pairs = [(first, i) for i, first in before.items() if self._first[first] != self._first[i]]
-            raise _Parted(self._first, _within_models(index_in(rest).structure, before, pairs))
+            raise _Parted(self._first, _lost(index_in(rest).structure, before, self._first))
         return {self._key(i): array for i, array in arrays.items() if before.get(i, i) == i}
 
     def tree(self, arrays: Mapping[str, Any]) -> Any:
@@ -217,26 +207,34 @@ class _Common:
         return index_in(self._rest).structure.paths[leaf] or self._words[-1]
 
 
-def _within_models(structure: Structure, first: Mapping[int, int], pairs: list[tuple[int, int]]) -> list[str]:
-    """Returns, in words, the pairs of parameters that were not one because all of two nodes was: `target = agent`."""
+def _lost(structure: Structure, before: Mapping[int, int], after: Mapping[int, int]) -> list[str]:
+    """Returns the pairs of parameters that are parted, but for those that are of two nodes that were one as a whole."""
     entries, nodes = structure.entries, {node.entries: node for node in structure.nodes}
-    is_sequence = issubclass(structure.nodes[0].cls, (tuple, list))
 
-    def below(node: Node) -> dict[tuple[str, ...], int]:
-        return {entries[i][len(node.entries) :]: first[i] for i in range(node.start, node.stop) if i in first}
+    @functools.cache
+    def were_one(*paths: tuple[str, ...]) -> bool:
+        one, other = [nodes[path] for path in paths]
+        if one.cls is not other.cls or one.stop > other.start:
+            return False
+        here, there = (
+            {entries[i][len(node.entries) :]: before[i] for i in range(node.start, node.stop) if i in before}
+            for node in (one, other)
+        )
+        shared = here.keys() & there.keys()
+        return bool(shared) and all(here[path] == there[path] for path in shared)
 
-    def are_whole(a: int, b: int) -> bool:
-        shorter = min(len(entries[a]), len(entries[b]))
-        for k in range(1, shorter):
-            one, other = nodes[entries[a][:-k]], nodes[entries[b][:-k]]
-            if one.cls is other.cls and one.stop <= other.start and entries[a][-k:] == entries[b][-k:]:
-                here, there = below(one), below(other)
-                if all(here[path] == there[path] for path in here.keys() & there.keys()):
-                    return True
-        return is_sequence and shorter == 1  # a place of the carry by itself: `(x, x)` for this and the last one
+    def is_within(a: int, b: int) -> bool:
+        above = [[entries[i][:k] for k in range(1, len(entries[i]))] for i in (a, b)]
+        if issubclass(structure.nodes[0].cls, (tuple, list)) and not all(above):
+            return False  # a place of the carry: `(x, x)` for this value and the last one
+        return not any(itertools.starmap(were_one, itertools.product(*above)))
 
-    paths = structure.paths
-    return [f"{paths[a]!r} and {paths[b]!r}" for a, b in pairs if not are_whole(a, b)]
+    groups: dict[int, list[int]] = {}
+    for i, first in before.items():
+        groups.setdefault(first, []).append(i)
+    pairs = [pair for group in groups.values() for pair in itertools.combinations(group, 2)]
+    lost = [(a, b) for a, b in pairs if after[a] != after[b] and is_within(a, b)]
+    return [f"{structure.paths[a]!r} and {structure.paths[b]!r}" for a, b in lost]
 
 
 # -- Functions of arrays -----------------------------------------------------------------------------------------------
@@ -245,17 +243,19 @@ def _within_models(structure: Structure, first: Mapping[int, int], pairs: list[t
 def _choose(choose: _Function, branches: Sequence[_Function], operands: tuple[Any, ...]) -> Any:
     """Calls one of some branches."""
     rest = as_rest(operands)
-    wrap = lambda common, *branches: [
-        lambda rest, branch=branch: common.arrays(branch(*opened(rest))) for branch in branches
-    ]
-    return _agreed(wrap, lambda common, *wrapped: common.tree(choose(wrapped, rest)), branches, operands, _BRANCHES)
+    wrap = lambda kind, *branches: [lambda rest, f=f: kind.arrays(f(*opened(rest))) for f in branches]
+    return _agreed(wrap, lambda kind, *wrapped: kind.tree(choose(wrapped, rest)), branches, operands, _BRANCHES)
 
 
-def _pair(common: _Common, pair: Any) -> tuple[dict[str, Any], Rest[Any]]:
+def _closed(kind: _Kind, result: Any) -> tuple[dict[str, Any], Rest[Any]]:
     """Returns the arrays of what a step of `scan` returns."""
-    if not (isinstance(pair, tuple) and len(pair) == 2):
-        raise TypeError(f"the step of a scan must return a pair, (carry, output), got {describe(pair)}")
-    return common.arrays(pair[0]), as_rest(pair[1])
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(f"the step of a scan must return a pair, (carry, output), got {describe(result)}")
+    return kind.arrays(result[0]), as_rest(result[1])
+
+
+def _joined(kind: _Kind, carry: dict[str, Any], outputs: Rest[Any]) -> tuple[Any, Any]:
+    return kind.tree(carry), put_together(outputs, ())
 
 
 def _agreed(wrap: _Function, run: _Function, functions: Sequence[_Function], given: Any, words: Any) -> Any:
@@ -269,19 +269,19 @@ def _agreed(wrap: _Function, run: _Function, functions: Sequence[_Function], giv
     key = (wrap.__qualname__, *tokens, jtu.tree_structure(call), *[jax.typeof(array) for array in arrays_in(call)])
     found, first = known.get(key), {}
     while True:
-        common = found[0] if found else _Common(words, first)
-        wrapped = found[1] if found else wrap(common, *[_weakly(each) for each in functions])
+        kind = found[0] if found else _Kind(words, first)
+        wrapped = found[1] if found else wrap(kind, *[_weakly(each) for each in functions])
         try:
-            result = run(common, *wrapped)
+            result = run(kind, *wrapped)
         except _Parted as parted:
             found, (first, lost) = None, parted.args
         else:
             if len(known) >= _KINDS:
                 known.clear()
-            known[key] = common, wrapped
+            known[key] = kind, wrapped
             return result
         if lost and words is _LOOP:
-            warn(_LOST.format(first_few(lost)), about=(_LOST, *lost))
+            warn(_PARTED.format(first_few(lost)), about=(_PARTED, *lost))
 
 
 @with_object
