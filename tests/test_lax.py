@@ -264,7 +264,7 @@ def cut(agent):
 def test_a_tie_within_a_model_that_the_step_parts_is_warned_of_and_carried_as_two(traces):
     step = traces(lambda agent, _: (cut(agent), None))
     run = tp.jit(lambda agent: tp.lax.scan(step, agent, length=2)[0])
-    with pytest.warns(UserWarning, match=r"'embed' and 'head' are one parameter before .* optim\.step, .* tp\.tie\("):
+    with pytest.warns(UserWarning, match=r"'embed' and 'head' are one array before .* optim\.step, .* tp\.tie\("):
         got = run(agent_of())
     np.testing.assert_array_equal(got.embed, ramp(3, 2))
     np.testing.assert_array_equal(got.head, ramp(3, 2) + 2)

@@ -43,7 +43,8 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
 
     If one array object is at several places among the arguments, your function sees one tracer at all of them, and the
     compiled program has one argument for it. If the function returns one tracer at several places, you get one array
-    back. So the library finds the ties of an argument inside `jit`, and you can donate a tied model.
+    back. So the library finds the ties of an argument inside `jit`, and you can donate a tied model. Loops and branches
+    inside are functions of `tp.lax`, since those of `jax.lax` reject functions and strings, as plain `jax.jit` does.
 
     Args:
         fun: the function. Without it, `tp.jit` is a decorator with options. If `fun` is a callable pytree (a Module, or
@@ -133,7 +134,7 @@ class Jitted(Generic[P, R]):
 def checkpoint(
     fun: Callable[P, R], *, prevent_cse: bool = True, policy: Callable[..., bool] | None = None
 ) -> Callable[P, R]:
-    """`jax.checkpoint` of a function of models: the backward pass computes again what `fun` has computed.
+    """`jax.checkpoint` of a function of models: the backward pass computes the values in `fun` again.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> layer = {"w": jnp.array(2.0), "act": jnp.square}
@@ -142,7 +143,7 @@ def checkpoint(
     36.0
 
     Args:
-        fun: the function. Its arguments and results are as for `tp.jit`: ties hold, and what is no array is static.
+        fun: the function. Its arguments and results are as for `tp.jit`: ties hold, and only arrays are traced.
         prevent_cse: as for `jax.checkpoint`; `False` is right, and faster, within a scan.
         policy: which values to keep, one of `jax.checkpoint_policies`.
 
@@ -180,10 +181,10 @@ def vmap(
     (3, 1)
 
     Args:
-        fun: the function. What is no array, in arguments and results, is the same in each call.
-        in_axes: the axis of all arrays of an argument, or `None`; one for all arguments, or one for each. An array that
-            is tied within an argument is mapped once. Keyword arguments are mapped over axis 0.
-        out_axes: the same of the result; a tuple where `fun` returns one.
+        fun: the function. Leaves that are not arrays are the same in each call, in arguments and results.
+        in_axes: the axis of all arrays of an argument, or `None`: one for all arguments, or one for each. A tied array
+            is mapped once. Keyword arguments are mapped over axis 0.
+        out_axes: the same for the result, or a tuple if `fun` returns one.
         **vmap_kwargs: further options of `jax.vmap`, such as `axis_name` and `axis_size`.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Control flow of `jax.lax` for whole models: in the carry, among the operands, in what is returned.
+"""Control flow of `jax.lax` for whole models, in the carry, among the operands and in the results.
 
-Each function calls its namesake of `jax.lax` with the arrays of your trees, and puts the trees together again. A carry,
-and what branches return, goes by a dictionary of its arrays by path, each tied parameter once (`_Kind`).
+Each function calls its namesake of `jax.lax` with the arrays of your trees, and puts the trees together again. `_Kind`
+turns a carry, or the result of a branch, into a dictionary of its arrays by path, with each tied parameter once.
 """
 
 import functools
@@ -35,7 +35,7 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
 ) -> tuple[C, Y]:
-    """`jax.lax.scan` with models in `init`, in `xs`, and in what `f` returns.
+    """`jax.lax.scan` over models: in `init`, in `xs`, and in the outputs.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> shared = jnp.array([1.0, 2.0])
@@ -47,27 +47,27 @@ def scan(
     >>> model["a"] is model["b"], model["a"], int(model["steps"]), sums
     (True, Array([0.25, 0.5 ], dtype=float32), 2, Array([1.5 , 0.75], dtype=float32))
 
-    Every array is carried. Whatever is no array, Python and NumPy numbers included, is static, and the step must return
-    it as it was: write `jnp.zeros(())` for a running total, not `0.0`. A tie holds in the loop if the step keeps it, as
-    `optim.step` does.
+    Every array of the carry is carried: parameters, counters, keys, statistics. All other leaves, Python and NumPy
+    numbers included, are static, and your step must return them unchanged. So write `jnp.zeros(())` for a running
+    total, not `0.0`. A tie holds in the loop if your step keeps it, as `optim.step` does.
 
     Args:
         f: the step, from carry and element to the next carry and an output.
         init: the carry at the start.
-        xs: a tree of arrays, which are scanned along their first axes. What is no array is the same in each step.
-        length: how many steps, if `xs` has no arrays.
+        xs: a tree whose arrays are scanned along their first axes. Its other leaves are the same in each step.
+        length: the number of steps, if `xs` has no arrays.
         reverse: whether to scan from the last element to the first.
-        unroll: how many steps to compile as one iteration.
+        unroll: the number of steps to compile as one iteration.
 
     Returns:
-        The last carry, and the outputs with their arrays stacked. What is no array in an output comes back as it is.
+        The last carry, and the outputs with their arrays stacked. The other leaves of an output come back unchanged.
 
     Raises:
-        ValueError: the step returns a carry in which something else than arrays has changed.
+        ValueError: the step changes a leaf of the carry that is not an array, or the structure of the carry.
         TypeError: `f` returns no pair; or the shape or dtype of an array changes, as in `jax.lax.scan`.
 
     Warns:
-        UserWarning: two places of a model were one parameter before the step, and are two after it.
+        UserWarning: two parameters of a model are one array before the step, and two after it.
     """
     elements = as_rest(xs)
     wrap = lambda kind, f: [lambda carry, x: _closed(kind, f(kind.tree(carry), opened(x)))]
@@ -76,7 +76,7 @@ def scan(
 
 
 def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_val: C) -> C:
-    """`jax.lax.while_loop` with a model as the value. What a step may change is said at `tp.lax.scan`.
+    """`jax.lax.while_loop` over models. Your step may change the arrays of the value, as for `tp.lax.scan`.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> halve = lambda model: tp.maptrainable(lambda x: x / 2, model)
@@ -92,7 +92,7 @@ def while_loop(cond_fun: Callable[[C], Any], body_fun: Callable[[C], C], init_va
 def fori_loop(
     lower: Any, upper: Any, body_fun: Callable[[Any, C], C], init_val: C, *, unroll: int | bool | None = None
 ) -> C:
-    """`jax.lax.fori_loop` with a model as the value. What a step may change is said at `tp.lax.scan`.
+    """`jax.lax.fori_loop` over models. Your step may change the arrays of the value, as for `tp.lax.scan`.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> add = lambda i, model: tp.maptrainable(lambda x: x + i, model)
@@ -105,7 +105,7 @@ def fori_loop(
 
 
 def cond(pred: Any, true_fun: Callable[..., Y], false_fun: Callable[..., Y], *operands: Any) -> Y:
-    """`jax.lax.cond` with models among the operands, and in what the branches return.
+    """`jax.lax.cond` over models: among the operands, and in the results.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> agent, target = ({"w": jnp.array(w), "act": jnp.tanh} for w in (1.0, 0.0))
@@ -115,13 +115,13 @@ def cond(pred: Any, true_fun: Callable[..., Y], false_fun: Callable[..., Y], *op
     >>> float(update(5, target)["w"]), float(update(10, target)["w"])
     (0.0, 1.0)
 
-    The branches must return what differs in arrays alone. A tie holds in the result if both give it.
+    The results of the branches may differ in their arrays alone. A tie holds in the result if both branches return it.
     """
     return _choose(lambda branches, rest: jax.lax.cond(pred, *branches, rest), [true_fun, false_fun], operands)
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Y]], *operands: Any) -> Y:
-    """`jax.lax.switch` with models among the operands, and in what the branches return; see `tp.lax.cond`.
+    """`jax.lax.switch` over models: among the operands, and in the results, as for `tp.lax.cond`.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> scale = [lambda model, k=k: tp.maptrainable(lambda x: k * x, model) for k in range(3)]
@@ -139,7 +139,7 @@ def map(f: Callable[[Any], Y], xs: Any, *, batch_size: int | None = None) -> Y:
     >>> tp.lax.map(lambda member: member["act"](member["w"]), ensemble)
     Array([0., 1., 4.], dtype=float32)
 
-    What is no array is the same in each call, and comes back as it is.
+    Leaves that are not arrays are the same in each call, and come back unchanged.
     """
     elements = as_rest(xs)
     wrap = lambda _, f: [lambda carry, x: (carry, as_rest(f(opened(x))))]
@@ -150,14 +150,14 @@ def map(f: Callable[[Any], Y], xs: Any, *, batch_size: int | None = None) -> Y:
     return _agreed(wrap, lambda _, body: put_together(mapped(body), ()), [f], (xs,), _LOOP)
 
 
-# -- What trees have in common ---------------------------------------------------------------------------------------
+# -- The common part of trees ------------------------------------------------------------------------------------------
 
 _LOOP = "the step returns another carry", "before the step", "after it", "the carry itself"
 _BRANCHES = "the branches return different trees", "in one branch", "in another", "the result itself"
 _KINDS = 64  # of arguments, for which the wrappers of one function are kept
 _PARTED = (
-    "{} are one parameter before the step and two after it, so each is carried by itself. To keep the tie, update the "
-    "model by optim.step, or end the step with tp.tie(model, layout)"
+    "{} are one array before the step and two after it, so the loop carries them as two parameters. To keep the tie, "
+    "update the model by optim.step, or end the step with tp.tie(model, layout)"
 )
 
 
@@ -166,7 +166,7 @@ class _Parted(Exception):  # noqa: N818, caught in this file
 
 
 class _Kind:
-    """What the trees of a loop, or of branches, have in common: ties of parameters, and all that is no array."""
+    """The common part of the trees of a loop, or of branches: ties of parameters, and leaves that are not arrays."""
 
     def __init__(self, words: tuple[str, str, str, str], first: Mapping[int, int]) -> None:
         self._words = words
@@ -208,7 +208,7 @@ class _Kind:
 
 
 def _lost(structure: Structure, before: Mapping[int, int], after: Mapping[int, int]) -> list[str]:
-    """Returns the pairs of parameters that are parted, but for those that are of two nodes that were one as a whole."""
+    """Returns the parted pairs of parameters, except those of two whole nodes that were one, as in `target = agent`."""
     entries, nodes = structure.entries, {node.entries: node for node in structure.nodes}
 
     @functools.cache
@@ -248,7 +248,7 @@ def _choose(choose: _Function, branches: Sequence[_Function], operands: tuple[An
 
 
 def _closed(kind: _Kind, result: Any) -> tuple[dict[str, Any], Rest[Any]]:
-    """Returns the arrays of what a step of `scan` returns."""
+    """Returns the arrays of the pair that a step of `scan` returns."""
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(f"the step of a scan must return a pair, (carry, output), got {describe(result)}")
     return kind.arrays(result[0]), as_rest(result[1])
@@ -259,12 +259,12 @@ def _joined(kind: _Kind, carry: dict[str, Any], outputs: Rest[Any]) -> tuple[Any
 
 
 def _agreed(wrap: _Function, run: _Function, functions: Sequence[_Function], given: Any, words: Any) -> Any:
-    """Runs a loop or a choice; where a trace parts ties, again without them.
+    """Runs a loop or a choice; if a step parts ties, runs it again without them.
 
-    JAX traces a function once for equal arguments. So the wrappers are kept as long as the first function lives; they
+    JAX traces a function once for equal arguments. So the wrappers are kept as long as the first function lives, and
     hold the functions weakly.
     """
-    call = as_rest((None, given, {}), by_shape=False)  # as a call: each argument is a tree by itself
+    call = as_rest((None, given, {}), by_shape=False)  # as a call: each argument is a separate tree
     known, tokens = _known(functions[0])[0], [_known(each)[1] for each in functions]
     key = (wrap.__qualname__, *tokens, jtu.tree_structure(call), *[jax.typeof(array) for array in arrays_in(call)])
     found, first = known.get(key), {}
@@ -286,7 +286,7 @@ def _agreed(wrap: _Function, run: _Function, functions: Sequence[_Function], giv
 
 @with_object
 def _known(function: _Function) -> tuple[dict[Any, Any], object]:
-    """Returns the wrappers of a function by the kinds of their arguments, and what stands for the function in a key."""
+    """Returns the wrappers of a function by the kind of their arguments, and an object that is its key in others."""
     return {}, object()
 
 

@@ -257,7 +257,8 @@ def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:
 
     Returns:
         `params`, the canonical tree: it has the structure of the model, with the array at each slot's path and `None`
-        everywhere else (frozen parameters, aliases, other leaves); and `rest`, which holds everything else. Arrays are
+        everywhere else (frozen parameters, aliases, other leaves); and `rest`, which holds everything else, counters
+        included: a plain `jax.lax.scan` must carry both, and `tp.lax.scan` takes the model as it is. Arrays are
         not copied, so a step that donates `params` deletes them in `model` too. If you need the model afterwards, write
         `tp.partition(tp.copy(model))`.
 
