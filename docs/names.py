@@ -12,7 +12,7 @@ PREFIXES = {
     "np": "numpy",
     "eqx": "equinox",
     "jnp": "jax.numpy",
-    **{name: f"treeparams.{name}" for name in ("optim", "nested", "matrices", "saving", "sharding", "plot")},
+    **{name: f"treeparams.{name}" for name in ("lax", "optim", "nested", "matrices", "saving", "sharding", "plot")},
     **{name: f"treeparams.{name.capitalize()}" for name in ("layout", "restructure", "view", "rest")},
     **{name: f"treeparams.{name}" for name in ("Layout", "Restructure", "View", "Rest", "Ema", "Slot", "Diff")},
     "Operator": "treeparams.nested.Operator",

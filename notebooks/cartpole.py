@@ -1,4 +1,4 @@
-"""CartPole for Q-learning in JAX: acting, replay, and a whole training run as one `scan`.
+"""CartPole for Q-learning in JAX: acting, replay, and a whole training run as one `tp.lax.scan`.
 
 You pass the learning step to `run` as a function.
 """
@@ -10,6 +10,8 @@ import gymnax
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+import treeparams as tp
 
 ENVS = 4  # played at the same time
 BATCH = 64  # transitions in a learning step
@@ -130,14 +132,14 @@ def run(
 
         # Without this `cond` XLA copies the whole replay at each step, because it merges the
         # writing of a row with the reading of a batch. The copy takes longer than all the rest.
-        learner = jax.lax.cond(time < spacing, lambda learner: learner, update, learner)
+        learner = tp.lax.cond(time < spacing, lambda learner: learner, update, learner)
         return (learner, states, observations, replay), None
 
     def until_record(carry: Any, times: Array) -> tuple[Any, Any]:
-        carry, _ = jax.lax.scan(iterate, carry, times)
+        carry, _ = tp.lax.scan(iterate, carry, times)
         return carry, measure(carry[0])
 
     carry = learner, states, observations, replay
     times = jnp.arange(length).reshape(points + 1, spacing)
-    (learner, *_), records = jax.lax.scan(until_record, carry, times)
+    (learner, *_), records = tp.lax.scan(until_record, carry, times)
     return learner, records

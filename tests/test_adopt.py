@@ -200,6 +200,7 @@ def test_td3_and_dqn_of_cleanrl(page):
     assert jnp.all(kernels[0] != kernels[1])
     assert jnp.all(kernels[1] != kernels[2])
     assert_same(page.copied, optax.incremental_update(page.agent, page.target, 1))
+    assert_close(page.at_once, page.agent)
 
 
 def test_the_clip_and_adam_of_purejaxrl(page):
@@ -218,6 +219,32 @@ def test_the_clip_and_adam_of_purejaxrl(page):
     assert_close(page.policies, states.params)
     assert_close(page.norms, norms)
     assert jnp.all(norms > 0.5)
+
+
+def test_the_maml_of_jax(page):
+    tx = optax.adam(1e-3)
+
+    def apply(params, x):
+        for weight, bias in params[:-1]:
+            x = jax.nn.relu(x @ weight.T + bias[None])
+        return x @ params[-1][0].T + params[-1][1][None]
+
+    def error(params, x, y):
+        return jnp.mean((apply(params, x) - y) ** 2)
+
+    def inner_update(params, x, y):
+        for _ in range(3):
+            grads = jax.grad(error)(params, x, y)
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params
+
+    def maml_loss(params):
+        adapted = lambda x1, y1, x2, y2: error(inner_update(params, x1, y1), x2, y2)
+        return jnp.mean(jax.vmap(adapted)(*page.tasks))
+
+    params = [(layer.weight, layer.bias) for layer in page.sine.layers]
+    updates, _ = tx.update(jax.jit(jax.grad(maml_loss))(params), tx.init(params), params)
+    assert_close([(layer.weight, layer.bias) for layer in page.learned.layers], optax.apply_updates(params, updates))
 
 
 def test_the_tied_embedding_of_midgpt_and_kira(page):

@@ -99,7 +99,7 @@ def test_modules_are_imported_when_they_are_asked_for():
     code = """
 import sys, treeparams as tp
 assert not {"optax", "treeparams.optim"} & set(sys.modules) and "optim" in dir(tp)
-print(*(getattr(tp, name).__name__ for name in ("matrices", "nested", "optim", "plot", "saving", "sharding")))
+print(*(getattr(tp, name).__name__ for name in ("lax", "matrices", "nested", "optim", "plot", "saving", "sharding")))
 tp.optimiser
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -46,6 +46,7 @@ def test_what_it_says_to_write_can_be_written(tmp_path):
 
     namespace = {"eqx": eqx, "jax": jax, "jnp": jnp, "optax": optax, "tp": tp, "optim": optim, "saving": saving}
     namespace |= {"Net": Net, "net": net, "tx": tx, "path": path, "batch": batch, "step": step}
+    namespace |= {"update": lambda carry, x: (step(*carry, x), None), "batches": jnp.stack([batch] * 3)}
     rows = re.search(r"^\| You want to .*?\n\n", README.read_text(), re.M | re.S)[0].splitlines()[2:-1]
     found = {}
     for row in rows:
@@ -57,7 +58,7 @@ def test_what_it_says_to_write_can_be_written(tmp_path):
             exec(f"found = {line}" if not line.startswith(("net =", "vector,")) else line, namespace)
             found[wanted] = namespace.pop("found", None)
         namespace["state"] = trainable.init(namespace["net"])
-    assert len(found) == 6
+    assert len(found) == 7
     assert namespace["net"].head.weight is namespace["net"].embed.weight
     assert namespace["restructure"].layout.paths == ("embed.weight", "embed.bias", "head.bias")
     assert found["fine-tune the head, then everything"].layout.paths == ("embed.weight", "embed.bias", "head.bias")

@@ -9,11 +9,13 @@ static, so you can use it inside `jax.jit`. Every other function reads it:
     walk           maptrainable, biwalk, mapreduce, trainables, replace, global_norm
     one vector     ravel, Restructure, View
     stacks         stack, rolled
-    tree           partition, combine, Rest, jit
+    tree           partition, combine, Rest
+    transform      jit, checkpoint, vmap
     tie            tie, untie
     average        copy, ema, Ema
     look           summary, Summary, diff, Diff
 
+    tp.lax         scan, cond, while_loop and others of jax.lax, over models
     tp.optim       Optax over models
     tp.nested      derivatives within losses, curvature, derivatives by sample
     tp.matrices    matrices made of parameters, parameters that stay where they belong
@@ -32,7 +34,7 @@ from ._forms.restructure import Restructure as Restructure
 from ._forms.rolled import rolled as rolled
 from ._forms.view import View as View
 from ._grad import accumulate as accumulate, grad as grad, value_and_grad as value_and_grad
-from ._jit import jit as jit
+from ._jit import checkpoint as checkpoint, jit as jit, vmap as vmap
 from ._moved import moved as moved
 from ._norm import global_norm as global_norm
 from ._ravel import ravel as ravel, stack as stack
@@ -58,6 +60,7 @@ from ._walk import (
 
 if _TYPE_CHECKING:
     from . import (
+        lax as lax,
         matrices as matrices,
         nested as nested,
         optim as optim,
@@ -68,7 +71,7 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("matrices", "nested", "optim", "plot", "saving", "sharding")
+_MODULES = ("lax", "matrices", "nested", "optim", "plot", "saving", "sharding")
 
 
 def __getattr__(name: str) -> _ModuleType:

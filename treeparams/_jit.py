@@ -1,18 +1,17 @@
-"""`jit` for models that hold functions among their leaves and one array at several paths."""
+"""`jit`, `checkpoint`, `vmap` for models that hold functions among their leaves and one array at several paths."""
 
 import functools
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
 
-from ._slots.parts import Rest, arrays_in, as_rest, index_in, others, put_together, with_kept_arrays
+from ._slots.parts import Rest, arrays_in, as_rest, index_in, opened, others, put_together, with_kept_arrays
 from ._tree.difference import Difference, compare, groups_of, tie_rows
 from ._tree.flattening import getter
-from ._tree.memory import keep_apart
 from ._tree.static_keys import static_key
 from ._tree.text import both_in_text, describe, first_lines
 
@@ -44,7 +43,8 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
 
     If one array object is at several places among the arguments, your function sees one tracer at all of them, and the
     compiled program has one argument for it. If the function returns one tracer at several places, you get one array
-    back. So the library finds the ties of an argument inside `jit`, and you can donate a tied model.
+    back. So the library finds the ties of an argument inside `jit`, and you can donate a tied model. Loops and branches
+    inside are functions of `tp.lax`, since those of `jax.lax` reject functions and strings, as plain `jax.jit` does.
 
     Args:
         fun: the function. Without it, `tp.jit` is a decorator with options. If `fun` is a callable pytree (a Module, or
@@ -99,9 +99,7 @@ class Jitted(Generic[P, R]):
         def run(donated: Sequence[Any], kept: Rest[Any]) -> Rest[R]:
             left = iter(donated)
             arrays = [next(left) if array is None else array for array in arrays_in(kept)]
-            keep_apart(arrays)
-            fun, args, kwargs = put_together(with_kept_arrays(kept, arrays), ())
-            return as_rest(fun(*args, **kwargs))
+            return _rest_of_call(opened(with_kept_arrays(kept, arrays)))
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._run = jax.jit(run, donate_argnums=() if donate == "none" else 0, **jit_kwargs)
@@ -131,6 +129,82 @@ class Jitted(Generic[P, R]):
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Rest[Any]]:
         call = as_rest((self._fun, args, kwargs), by_shape=False)
         return ((), call) if self._donate == "none" else _without_donated(call, self._donate)
+
+
+def checkpoint(
+    fun: Callable[P, R], *, prevent_cse: bool = True, policy: Callable[..., bool] | None = None
+) -> Callable[P, R]:
+    """`jax.checkpoint` of a function of models: the backward pass computes the values in `fun` again.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> layer = {"w": jnp.array(2.0), "act": jnp.square}
+    >>> f = tp.checkpoint(lambda layer, x: layer["act"](layer["w"] * x))
+    >>> float(tp.grad(f)(layer, 3.0)["w"])
+    36.0
+
+    Args:
+        fun: the function. Its arguments and results are as for `tp.jit`: ties hold, and only arrays are traced.
+        prevent_cse: as for `jax.checkpoint`; `False` is right, and faster, within a scan.
+        policy: which values to keep, one of `jax.checkpoint_policies`.
+
+    Returns:
+        The function.
+    """
+    saving = jax.checkpoint(lambda call: _rest_of_call(opened(call)), prevent_cse=prevent_cse, policy=policy)
+
+    @functools.wraps(fun, updated=())
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return put_together(saving(as_rest((fun, args, kwargs), by_shape=False)), ())
+
+    return run
+
+
+def _rest_of_call(call: tuple[Callable[..., R], Iterable[Any], dict[str, Any]]) -> Rest[R]:
+    fun, args, kwargs = call
+    return as_rest(fun(*args, **kwargs))
+
+
+def vmap(
+    fun: Callable[P, Any],
+    in_axes: int | Sequence[int | None] | None = 0,
+    out_axes: int | tuple[int | None, ...] | None = 0,
+    **vmap_kwargs: Any,
+) -> Callable[P, Any]:
+    """`jax.vmap` of a function of models, such as an ensemble: a model with a leading axis in its arrays.
+
+    >>> import equinox as eqx, jax, treeparams as tp
+    >>> make = lambda key: eqx.nn.MLP(2, 1, 4, 1, key=key)
+    >>> ensemble = tp.vmap(make)(jax.random.split(jax.random.key(0), 3))
+    >>> ensemble.layers[0].weight.shape
+    (3, 4, 2)
+    >>> tp.vmap(lambda member, x: member(x), in_axes=(0, None))(ensemble, jax.numpy.ones(2)).shape
+    (3, 1)
+
+    Args:
+        fun: the function. Leaves that are not arrays are the same in each call, in arguments and results.
+        in_axes: the axis of all arrays of an argument, or `None`: one for all arguments, or one for each. A tied array
+            is mapped once. Keyword arguments are mapped over axis 0.
+        out_axes: the same for the result, or a tuple if `fun` returns one.
+        **vmap_kwargs: further options of `jax.vmap`, such as `axis_name` and `axis_size`.
+
+    Returns:
+        The function.
+    """
+    axes = tuple(in_axes) if isinstance(in_axes, Sequence) else in_axes
+    is_tuple = isinstance(out_axes, tuple)
+
+    def of_arrays(args: tuple[Rest[Any], ...], kwargs: dict[str, Rest[Any]]) -> Any:
+        result: Any = _rest_of_call((fun, map(opened, args), {name: opened(each) for name, each in kwargs.items()}))
+        return tuple(map(as_rest, put_together(result, ()))) if is_tuple else result
+
+    mapped = jax.vmap(of_arrays, in_axes=(axes, 0), out_axes=out_axes, **vmap_kwargs)
+
+    @functools.wraps(fun, updated=())
+    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+        result = mapped(tuple(map(as_rest, args)), {name: as_rest(each) for name, each in kwargs.items()})
+        return tuple([put_together(each, ()) for each in result]) if is_tuple else put_together(result, ())
+
+    return run
 
 
 def _without_donated(call: Rest[Any], donate: Donate) -> tuple[tuple[Any, ...], Rest[Any]]:
@@ -179,7 +253,7 @@ class Stage:
         if jtu.tree_structure(call) != jtu.tree_structure(self._lowered_for):
             raise ValueError(
                 "the program was lowered for other arguments (the first; these are the second):\n"
-                + first_lines(_differences(self._lowered_for, call))
+                + first_lines([row.in_words() for row in differences(self._lowered_for, call)] or [_UNSEEN])
             )
         return put_together(self._stage(donated, kept), ())
 
@@ -189,8 +263,11 @@ class Stage:
         return getattr(self._stage, name)
 
 
-def _differences(here: Rest[Any], there: Rest[Any]) -> list[str]:
-    """Describes how two calls differ, from their static halves alone."""
+_UNSEEN = "tp.declare has been called since, or a value that is no array has been changed in place"
+
+
+def differences(here: Rest[Any], there: Rest[Any]) -> list[Difference]:
+    """Returns how two trees or calls differ, from their static halves alone."""
     these, those = index_in(here).structure, index_in(there).structure
     ours, theirs = _values_by_leaf(here), _values_by_leaf(there)
 
@@ -203,9 +280,7 @@ def _differences(here: Rest[Any], there: Rest[Any]) -> list[str]:
 
     shared = these.index.keys() & those.index.keys()
     ties = tie_rows(groups_of(these), groups_of(those), shared.__contains__)
-    rows = [*compare(these, those, at_leaves), *ties]
-    unseen = ["tp.declare has been called since, or a value that is no array has been changed in place"]
-    return [row.in_words() for row in rows] or unseen
+    return [*compare(these, those, at_leaves), *ties]
 
 
 def _values_by_leaf(call: Rest[Any]) -> dict[int, Any]:

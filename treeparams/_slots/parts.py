@@ -176,23 +176,24 @@ def _each_by_itself(structure: Structure, layout: Layout) -> Index:
     return Index(dataclasses.replace(structure, first=first, _memo={}), index.trained, index.ties)
 
 
-def as_rest(tree: M, *, by_shape: bool = True) -> Rest[M]:
+def as_rest(tree: M, *, by_shape: bool = True, tied: bool = True) -> Rest[M]:
     """Returns any tree as a `Rest` that holds all of it: nothing is trained. `put_together(rest, ())` is the tree.
 
     Its static half equals that of a tree that differs only in shapes and dtypes. Without `by_shape`, all of these share
-    one structure.
+    one structure. Without `tied`, an array object that is at several places is kept once for each.
     """
     leaves, treedef, structure = structure_of(tree, by_shape=by_shape)
-    layout = structure.remember("nothing trained", lambda: _nothing_trained(structure))
+    layout = structure.remember(("nothing trained", tied), lambda: _nothing_trained(structure, tied))
     index = index_of(layout)
     return Rest(index.gathers.kept(leaves), _Static(layout, index, treedef, index.gathers.values(leaves)))
 
 
-def _nothing_trained(structure: Structure) -> Layout:
+def _nothing_trained(structure: Structure, tied: bool) -> Layout:
+    first = structure.first if tied else tuple(range(len(structure.first)))
     specs = tuple([spec and _ANY_ARRAY for spec in structure.specs])
     # A program reads the declarations of classes while it is traced, so it serves one version of them.
     statics = (*structure.statics, ("declarations", registry.version))
-    without_shapes = dataclasses.replace(structure, specs=specs, statics=statics, _memo={})
+    without_shapes = dataclasses.replace(structure, specs=specs, first=first, statics=statics, _memo={})
     return Layout(Index(without_shapes, (False,) * len(specs), ()))
 
 
@@ -215,6 +216,12 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
             values += index.computed_from(slots)
     # One gather and one unflatten, since it is known where each leaf lies.
     return jtu.tree_unflatten(static.treedef, index.gathers.leaves(values))
+
+
+def opened(rest: Rest[M]) -> M:
+    """Returns the tree of `as_rest` within a function of arrays; its arrays are apart as they were outside."""
+    keep_apart(arrays_in(rest))
+    return put_together(rest, ())
 
 
 def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:
@@ -265,7 +272,8 @@ def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:
 
     Returns:
         `params`, the canonical tree: it has the structure of the model, with the array at each slot's path and `None`
-        everywhere else (frozen parameters, aliases, other leaves); and `rest`, which holds everything else. Arrays are
+        everywhere else (frozen parameters, aliases, other leaves); and `rest`, which holds everything else, counters
+        included: a plain `jax.lax.scan` must carry both, and `tp.lax.scan` takes the model as it is. Arrays are
         not copied, so a step that donates `params` deletes them in `model` too. If you need the model afterwards, write
         `tp.partition(tp.copy(model))`.
 

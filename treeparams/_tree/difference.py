@@ -41,14 +41,14 @@ class Difference(NamedTuple):
     size: int | None = None  # of how many
     nans: tuple[int, int] | None = None  # how many are NaN in the first, and in the second
 
-    def in_words(self) -> str:
-        """Returns the row as a line of an error message."""
-        where = repr(self.path) if self.path else "the root"
-        for side, other in (("first", self.second), ("second", self.first)):
-            if other == NOTHING and self.what == "structure":
-                return f"{where} is only in the {side}"
+    def in_words(self, one: str = "in the first", other: str = "in the second", root: str = "the root") -> str:
+        """Returns the row as a line of an error message; `one` and `other` say which tree, `root` what has no path."""
+        where = repr(self.path) if self.path else root
+        for side, without in ((one, self.second), (other, self.first)):
+            if without == NOTHING and self.what == "structure":
+                return f"{where} is only {side}"
         again = "" if self.second.startswith("another ") else _AGAIN.get(self.what, "")
-        return f"{where} {_WORDS.get(self.what, 'is')} {self.first} in the first, {again}{self.second} in the second"
+        return f"{where} {_WORDS.get(self.what, 'is')} {self.first} {one}, {again}{self.second} {other}"
 
 
 class Diff:
