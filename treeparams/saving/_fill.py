@@ -26,6 +26,12 @@ def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
     were the same one when the plan was made, the plan uses only one.
     """
     given = spelt_as(planned.specs, given)
+    for at, mark in (planned.unkeyed or {}).items():
+        if (given.unkeyed or {}).get(at, mark) != mark:
+            raise ValueError(
+                f"expected a {mark[0]} of {mark[1]} children without keys at {at!r}, from which the plan was made, got "
+                f"another class or number of children; make the plan from these arrays"
+            )
     for name in found.used:
         want, got = planned.specs[name], given.specs.get(name)
         if got is None:
@@ -37,7 +43,7 @@ def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
             raise ValueError(
                 f"expected {describe(want)} at {name!r}, from which the plan was made, got {describe(got)}"
             )
-    known = {given.aliases.get(name, name) for name in given.specs if name in planned.specs}
+    known = {given.aliases.get(name, name) for name in given.specs if name in planned.specs or name in planned.computed}
     unknown = [name for name in given if name not in known]
     if unknown and strict:
         raise ValueError(
