@@ -144,10 +144,14 @@ class Contents:
         """The arrays without values."""
         return frozenset(i for i in self.names if isinstance(self.leaves[i], jax.ShapeDtypeStruct))
 
-    @property
+    @functools.cached_property
     def frozen(self) -> frozenset[int]:
         """The parameters that classes declare frozen."""
         return declared_frozen(self.structure)
+
+    def is_tied(self, i: int) -> bool:
+        """Returns whether a leaf is tied to those that are the same array; what does not train is free of them."""
+        return self.structure.is_parameter(i) and i not in self.frozen
 
     def digest(self, aliases: Mapping[int, Alias]) -> str:
         """Returns the digest of the tree's layout, `tp.layout(tree).digest`, for these aliases."""

@@ -204,12 +204,13 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
 
     Args:
         path: the path of a file that `save` wrote.
-        like: a tree with the same structure, shapes, dtypes and ties, and with numbers where the file has numbers.
-            You get functions, other objects and static fields from it. Arrays go where its arrays are: to their
-            devices, with their sharding, in NumPy or in JAX. A ref (`jax.new_ref`) stays that ref: its array is written
-            into it, after all of the file is checked. A leaf may be a `jax.ShapeDtypeStruct`; it gets the ties of the
-            file. A state of an optimiser must have the same histories as the saved one. The state that `tx.init`
-            returns has one history; if the saved state has others, the error shows the calls that make them.
+        like: a tree with the same structure, shapes and dtypes, with numbers where the file has numbers, and with the
+            same ties of what trains. You get functions, other objects and static fields from it. Arrays go where its
+            arrays are: to their devices, with their sharding, in NumPy or in JAX. A ref (`jax.new_ref`) stays that ref:
+            its array is written into it, after all of the file is checked. A leaf may be a `jax.ShapeDtypeStruct`; it
+            gets the ties of the file. A state of an optimiser must have the same histories as the saved one. The state
+            that `tx.init` returns has one history; if the saved state has others, the error shows the calls that make
+            them.
         checksum: whether to compare the arrays with their checksums.
 
     Returns:

@@ -143,20 +143,18 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
         if alias not in leaves or source not in leaves:
             continue
         here, there = leaves[alias], leaves[source]
-        if not contents.structure.is_parameter(here):
-            continue
         if transforms:
             if here not in aliases or (roots[here], str(aliases[here])) != (roots[there], transforms):
                 yield (
                     f"{alias!r} is {transforms} of {source!r} in the {file.noun}, but the tree declares no such tie:"
                     f" declare it, tp.field(tied_to=..., transform={transforms})"
                 )
-        elif roots[here] != roots[there] and not {here, there} & contents.abstract:
+        elif contents.is_tied(here) and roots[here] != roots[there] and not {here, there} & contents.abstract:
             call = f"tp.tie(model, {alias!r}, to={source!r})"
             yield f"{alias!r} and {source!r} are one array in the {file.noun} only: {call}"
     for i, name in names.items():
         same = names[first[i]]
-        if contents.structure.is_parameter(i) and same != name and {same, name} <= file.specs.keys():
+        if contents.is_tied(i) and same != name and {same, name} <= file.specs.keys():
             yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
 
 
