@@ -27,6 +27,39 @@ def path(tmp_path_factory):
 # -- Ties --------------------------------------------------------------------------------------------------------------
 
 
+class Frozen(eqx.Module):
+    a: jax.Array = tp.field(trainable=False)
+    b: jax.Array = tp.field(trainable=False)
+
+
+def with_state(is_one):
+    norm = eqx.nn.BatchNorm(3, "batch", mode="ema")
+    state = eqx.nn.State(norm)  # its arrays are those in the norm
+    return norm, state if is_one else jax.tree.map(jnp.ones_like, state)
+
+
+UNTRAINED = {
+    "frozen": lambda is_one: Frozen(shared := ramp(3), shared if is_one else ramp(3) + 1),
+    "integers": lambda is_one: {"a": (zero := jnp.array(0)), "b": zero if is_one else jnp.array(1)},
+    "keys": lambda is_one: {"a": (key := jax.random.key(0)), "b": key if is_one else jax.random.key(1)},
+    "statistics": with_state,
+}
+
+
+@pytest.mark.parametrize("case", UNTRAINED)
+@pytest.mark.parametrize("is_one", [True, False], ids=["one in the file", "one in the tree"])
+def test_what_does_not_train_is_read_at_its_own_path(path, case, is_one):
+    saved, like = UNTRAINED[case](is_one), UNTRAINED[case](not is_one)
+    saving.save(path, saved)
+    plan = saving.plan(path, like)
+    for got in (saving.load(path, like), plan(path), saving.plan(saved, like)(saved)):
+        assert not [row for row in tp.diff(got, saved).rows if row.what == "elements"]
+    if case == "frozen":
+        arrays = dict(saving.names(path))
+        traced = jax.jit(plan)(arrays | {"b": arrays.get("b", arrays["a"])})
+        np.testing.assert_array_equal(traced.b, saved.b)
+
+
 class Codec(eqx.Module):
     encoder: jax.Array
     decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)

@@ -120,6 +120,27 @@ def test_each_model_goes_into_itself(name):
     assert [each[:2] for each in by_layout.rows] == [each[:2] for each in plan.rows]
 
 
+@pytest.mark.parametrize("name", ZOO)
+def test_a_model_has_the_names_of_its_file(tmp_path, name):
+    model = ZOO[name].make()
+    saving.save(tmp_path / "m", model)
+    known = saving.names(model)
+    assert set(known) == set(saving.names(tmp_path / "m"))
+    assert set(known) <= set(saving.names(tp.layout(model)))
+
+
+def test_an_alias_has_a_name_where_it_is_not_what_its_source_gives(tmp_path):
+    class Codec(eqx.Module):
+        encoder: jax.Array
+        decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
+
+    tied, apart = Codec(ramp(2, 3), ramp(2, 3).T), Codec(ramp(2, 3), ramp(3, 2) + 1)
+    for model, want in ((tied, ["encoder"]), (apart, ["decoder", "encoder"])):
+        saving.save(tmp_path / "m", model)
+        assert sorted(saving.names(model)) == sorted(saving.names(tmp_path / "m")) == want
+    assert list(saving.names(tp.layout(tied))) == ["encoder"]
+
+
 def test_numbers_and_functions_stay_with_the_model():
     old = {"w": [row(2)], "rate": np.float32(0.5), "n": 3, "f": jnp.sin}
     new = {"w": [ramp(2)], "rate": np.float32(0.1), "n": 4, "f": jnp.cos}

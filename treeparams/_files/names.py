@@ -72,6 +72,8 @@ class Names(Mapping[str, Any]):
         aliases: for each further name of an array, its first name.
         states: the words about the states of optimisers, by path.
         numbers: the numbers and texts beside the arrays, by path; `None` if the source does not record them.
+        unkeyed: of each node whose children go by number its class and their number, by path; `None` if the source
+            does not record them.
         computed: the further names of arrays that a transform makes from others, such as a transposed tied weight. A
             source need not have these arrays.
         is_file: whether each array is read into a new buffer.
@@ -84,6 +86,7 @@ class Names(Mapping[str, Any]):
         aliases: Mapping[str, str] | None = None,
         states: Mapping[str, dict[str, Any]] | None = None,
         numbers: Mapping[str, Value] | None = None,
+        unkeyed: Mapping[str, Any] | None = None,
         computed: Collection[str] = (),
         is_file: bool = False,
     ) -> None:
@@ -91,6 +94,7 @@ class Names(Mapping[str, Any]):
         self.aliases = aliases or {}
         self.states = states or {}
         self.numbers = numbers
+        self.unkeyed = unkeyed
         self.computed = computed
         self.is_file = is_file
         self._read = read
@@ -111,7 +115,7 @@ class Names(Mapping[str, Any]):
 
     def without_values(self) -> "Names":
         """Returns the names and specs of the arrays without the arrays."""
-        return Names(self.specs, _without_value, self.aliases)
+        return Names(self.specs, _without_value, self.aliases, unkeyed=self.unkeyed, computed=self.computed)
 
     def below(self, path: str) -> "Names":
         """Returns the names below a node, without its path."""
@@ -127,9 +131,10 @@ class Names(Mapping[str, Any]):
         aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
         states = {new: self.states[at] for at, new in inside(self.states).items()}
         numbers = self.numbers and {new: self.numbers[at] for at, new in inside(self.numbers).items()}
+        unkeyed = self.unkeyed and {new: self.unkeyed[at] for at, new in inside(self.unkeyed).items()}
         specs = {new: self.specs[name] for name, new in short.items()}
         computed = inside(self.computed).values()
-        return Names(specs, lambda name: self[whole[name]], aliases, states, numbers, computed, self.is_file)
+        return Names(specs, lambda name: self[whole[name]], aliases, states, numbers, unkeyed, computed, self.is_file)
 
 
 def spelt_as(known: Collection[str], given: Names) -> Names:
@@ -155,6 +160,7 @@ def spelt_as(known: Collection[str], given: Names) -> Names:
         {spelt.get(name, name): spelt.get(source, source) for name, source in given.aliases.items()},
         given.states,
         given.numbers and respelt(given.numbers),
+        given.unkeyed,
         [spelt.get(name, name) for name in given.computed],
         given.is_file,
     )
@@ -181,8 +187,8 @@ def _of_file(file: File) -> Names:
     stored = {name: aliases.get(name, name) for name in specs}
     numbers = {path: from_words(said) for path, said in values_in(file.words).items()}
     said = numbers if "values" in file.words else None
-    computed = ties.keys() - aliases.keys()
-    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], said, computed)
+    computed, marks = ties.keys() - aliases.keys(), file.words.get("unkeyed")
+    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], said, marks, computed)
 
 
 def _of_several(files: Sequence[Names]) -> Names:
@@ -194,12 +200,14 @@ def _of_several(files: Sequence[Names]) -> Names:
                 raise ValueError(f"{name!r} is in two of the files")
             owners[name] = file
     said = [dict(file.numbers) for file in files if file.numbers is not None]
+    marks = [dict(file.unkeyed) for file in files if file.unkeyed is not None]
     return Names(
         {name: file.specs[name] for name, file in owners.items()},
         lambda name: owners[name][name],
         {alias: name for file in files for alias, name in file.aliases.items()},
         {path: state for file in files for path, state in file.states.items()},
         dict(collections.ChainMap(*said)) if len(said) == len(files) else None,
+        dict(collections.ChainMap(*marks)) if len(marks) == len(files) else None,
         [name for file in files for name in file.computed],
         is_file=True,
     )

@@ -24,6 +24,7 @@ def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
         and all(name in names and _is_mark(mark) for name, mark in marks.items())
         and all(map(_is_state, states.values()))
         and all(all(map(_is_location, located.values())) for located in words["restructures"].values())
+        and all(_is_text(kind) and _is_count(count) for kind, count in words.get("unkeyed", {}).values())
         and all(_is_value(said) and name not in names and name not in ties for name, said in values_in(words).items())
     )
 

@@ -34,8 +34,10 @@ def below(structure: Structure) -> Mapping[Any, list[Span]]:
 
     def find() -> dict[Any, list[Span]]:
         found: dict[Any, list[Span]] = {}
+        named = {(*state, *its): state for state, values in structure.states.items() for its in values}
         for span in spans_of(structure):
-            found.setdefault(span.entries[:-1] if span.entries else None, []).append(span)
+            above = named.get(span.entries, span.entries[:-1])
+            found.setdefault(above if span.entries else None, []).append(span)
         return found
 
     return structure.remember("below", find)

@@ -147,7 +147,9 @@ def _by_glob(structure: Structure, text: str) -> Iterator[Span]:
             yield span
             continue
         for child in children.get(span.entries, ()):
-            after = glob.step(states, child.entries[-1])
+            after = states
+            for entry in child.entries[len(span.entries) :]:  # the name of a value of a state has several
+                after = after if glob.end(after) is not None else glob.step(after, entry)
             count = items_in(structure, span) if from_the_end else 0
             if count:  # -1 is the last
                 after |= glob.step(states, str(int(child.entries[-1]) - count))

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax.tree_util as jtu
 
 from .declare import is_box
@@ -223,24 +224,29 @@ class _Pair:
         if left is None or right is None or (type(here) is not type(there) and (here is None or there is None)):
             yield Difference(join_path(entries), "structure", self.text(0, here), self.text(1, there))
             return
-        ours, theirs = (
-            dict(zip(sibling_entries(keys_of(type(node), each), entries), [child for _, child in each], strict=True))
-            for node, each in ((here, list(left[0])), (there, list(right[0])))
-        )
+        ours, theirs = (self.children(side, entries, *each) for side, each in enumerate(((here, left), (there, right))))
         if type(here) is not type(there):
             yield Difference(join_path(entries), "class", *both_in_text(type(here), type(there)))
-        elif not (isinstance(here, dict) and ours.keys() != theirs.keys()):  # whose static value is its keys
+        # The static value of a dictionary, and of a state of Equinox, is its keys.
+        elif not (isinstance(here, (dict, eqx.nn.State)) and ours.keys() != theirs.keys()):
             yield from self.static_rows(entries, type(here), left[1], right[1])
         # Children are matched by their entries and not by position, so that one that is missing shifts no other.
         for entry in dict.fromkeys([*ours, *theirs]):
             is_boxed = len(ours) == 1 == len(theirs) and is_box(type(here)) and is_box(type(there))
-            below = entries if is_boxed else (*entries, entry)
+            below = entries if is_boxed else (*entries, *entry)
             if entry in ours and entry in theirs:
                 yield from self.visit(below, ours[entry], theirs[entry])
             elif entry in ours:
                 yield Difference(join_path(below), "structure", self.text(0, ours[entry]), NOTHING)
             else:
                 yield Difference(join_path(below), "structure", NOTHING, self.text(1, theirs[entry]))
+
+    def children(self, side: int, entries: tuple[str, ...], node: PyTree, taken: Any) -> dict[tuple[str, ...], PyTree]:
+        """Returns the children of a node of one of the two, each by what it adds to the entries of the node."""
+        pairs = list(taken[0])
+        names = self.structures[side].states.get(entries)
+        names = names or [(entry,) for entry in sibling_entries(keys_of(type(node), pairs), entries)]
+        return dict(zip(names, [child for _, child in pairs], strict=True))
 
     def text(self, side: int, tree: PyTree) -> str:
         """Describes a subtree of one of the two; its leaves are numbers."""

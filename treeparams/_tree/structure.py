@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
@@ -27,6 +28,9 @@ from .types import PyTree, TreeDef
 T = TypeVar("T")
 
 _MEMORIES = 256  # derived things per structure; far more than a program uses
+
+
+Entries = tuple[str, ...]
 
 
 class Spec(NamedTuple):
@@ -54,6 +58,7 @@ class Node(NamedTuple):
 
 _CLS = operator.attrgetter("cls")
 _KEY = operator.itemgetter(0)
+_NO_KEY = jtu.FlattenedIndexKey  # the key that JAX gives where a class is registered without keys
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,6 +68,9 @@ class Structure:
     treedef: TreeDef
     nodes: tuple[Node, ...]
     entries: tuple[tuple[str, ...], ...]  # of each leaf
+    states: "States"  # those with names
+    numbered: Mapping[int, Entries]  # the entries that their leaves had if values went by number, as elsewhere
+    unkeyed: Mapping[str, list[Any]]  # of each node whose children go by number its class and their number, by path
     specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
     values: tuple[str | None, ...]  # of each leaf that is no array what it is, for messages and tables
     first: tuple[int, ...]  # of each leaf: the first that is the same array object
@@ -206,14 +214,21 @@ class _Reading:
         self.nodes: list[Any] = []
         self.entries: list[tuple[str, ...]] = []
         self.statics: list[Hashable] = []
+        self._unkeyed: dict[int, int] = {}  # the number of children, by node
         self._keys = StaticKeys()
         self._known: dict[Hashable, Hashable] = {}  # many nodes have the same objects as static values
         self._held: list[object] = []  # so that no other object gets the identity of one that is known
         self._visit(tree)
 
-    def found(self) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...]]:
-        """Returns the nodes, and the entries of each leaf."""
-        return tuple(self.nodes), tuple(self.entries)
+    def found(
+        self,
+    ) -> tuple[tuple[Node, ...], tuple[Entries, ...], "States", dict[int, Entries], dict[str, list[Any]]]:
+        """Returns the nodes, the entries of each leaf, and what a structure says of states and of missing keys."""
+        has_states = any(self.nodes[number].cls is eqx.nn.State for number in self._unkeyed)
+        states, numbered = _name_states(self.nodes, self.entries) if has_states else ({}, {})
+        pairs = [(self.nodes[number], count) for number, count in self._unkeyed.items()]
+        by_number = {each.path: [each.cls.__name__, count] for each, count in pairs if each.entries not in states}
+        return tuple(self.nodes), tuple(self.entries), states, numbered, by_number
 
     def keys(self) -> tuple[tuple[Hashable, ...], tuple[object, ...]]:
         """Returns the static keys, and the bare objects in them."""
@@ -235,6 +250,8 @@ class _Reading:
                 self.statics.append((kind, len(names), self._static_key(data)))
                 if child is None:
                     continue
+                if names and type(names[0]) is _NO_KEY:
+                    self._unkeyed[len(self.nodes)] = len(names)
                 opened.append((len(self.nodes), kind, path, len(self.entries), data, children, above))
                 self.nodes.append(None)  # in preorder; its last leaf is not known yet
                 children, above = zip(pairs, _entries_below(kind, names, path), strict=True), path
@@ -259,6 +276,52 @@ def _entries_below(kind: type, names: Sequence[Any], path: tuple[str, ...]) -> S
     # Siblings without leaves take part in the naming of the others, so that a path does not change when a sibling loses
     # its leaves.
     return [None] if len(names) == 1 and is_box(kind) else sibling_entries(names, path)
+
+
+States = Mapping[Entries, Sequence[Entries]]
+"""For each `eqx.nn.State` whose values have names, by its entries: the entries that each value adds to these."""
+
+
+def _name_states(nodes: list[Node], entries: list[Entries]) -> tuple[States, dict[int, Entries]]:
+    """Calls each value of an `eqx.nn.State` after the index of the model that owns it, in the nodes and leaves below.
+
+    A state is a dictionary without keys. An index is in the model, and holds the key of its value. So a state without
+    its model in the tree has no names, and its values go by number.
+
+    Returns:
+        The states that have names, and the entries of their leaves by number.
+    """
+    indices: dict[Hashable, list[Entries]] = {}
+    for node in nodes:
+        if node.cls is eqx.nn.StateIndex:
+            indices.setdefault(node.static[-1], []).append(node.entries)
+    states, numbered = dict[Entries, list[Entries]](), dict[int, Entries]()
+    for number, node in enumerate(nodes):
+        if node.cls is not eqx.nn.State or not node.static or not all(key in indices for key in node.static):
+            continue
+        # An optimiser's state and an average hold the indices, too: the nearest one is the model's, or the topmost.
+        far = lambda index, state=node.entries: (-_shared(index, state), len(index))
+        found = [min(indices[key], key=far) for key in node.static]
+        # The model is what holds all of them, next to the state.
+        depth = _shared(node.entries, *found)
+        depth += len({index[depth] for index in found}) == 1 < min(map(len, found)) - depth
+        names = states[node.entries] = [index[depth:] for index in found]
+
+        def named(its: Entries, above: Entries = node.entries, names: list[Entries] = names) -> Entries:
+            return (*above, *names[int(its[len(above)])], *its[len(above) + 1 :])
+
+        numbered |= {i: entries[i] for i in range(node.start, node.stop)}
+        nodes[number + 1 : node.last] = [
+            each._replace(entries=named(each.entries)) for each in nodes[number + 1 : node.last]
+        ]
+        entries[node.start : node.stop] = map(named, entries[node.start : node.stop])
+    return states, numbered
+
+
+def _shared(*several: Entries) -> int:
+    """Returns how many entries several paths share at the start."""
+    different = (i for i, entries in enumerate(zip(*several, strict=False)) if len(set(entries)) > 1)
+    return next(different, min(map(len, several)))
 
 
 def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.tree_util as jtu
+from jax.core import Tracer
 
 from .._files.arrays import pieces_of, placed
 from .._files.names import bare, name_of
@@ -75,6 +76,8 @@ class Contents:
     def leaf_at(self) -> dict[str, int]:
         """The leaf at each path, with and without quotes, so that you may write a key with dots where it is a name."""
         leaves = {name: i for i, name in self.names.items()}
+        # Older files, and dictionaries, have numbers where a state of Equinox has names here.
+        leaves |= {join_path(entries): i for i, entries in self.structure.numbered.items() if i in self.names}
         count = collections.Counter(map(bare, leaves))
         return {text: i for name, i in leaves.items() if count[text := bare(name)] == 1} | leaves
 
@@ -94,7 +97,7 @@ class Contents:
         first = self.structure.first
         for i, alias in [*self.aliases.items()]:
             have, source = self.leaves[i], self.leaves[alias.source]
-            if isinstance(have, jax.ShapeDtypeStruct):
+            if isinstance(have, (jax.ShapeDtypeStruct, Tracer)):
                 continue
             if alias.transforms or have is not source:
                 want = alias.value_from(source, self.structure.spec(alias.source))
@@ -141,10 +144,14 @@ class Contents:
         """The arrays without values."""
         return frozenset(i for i in self.names if isinstance(self.leaves[i], jax.ShapeDtypeStruct))
 
-    @property
+    @functools.cached_property
     def frozen(self) -> frozenset[int]:
         """The parameters that classes declare frozen."""
         return declared_frozen(self.structure)
+
+    def is_tied(self, i: int) -> bool:
+        """Returns whether a leaf is tied to those that are the same array; what does not train is free of them."""
+        return self.structure.is_parameter(i) and i not in self.frozen
 
     def digest(self, aliases: Mapping[int, Alias]) -> str:
         """Returns the digest of the tree's layout, `tp.layout(tree).digest`, for these aliases."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._files.arrays import Like, as_in_jax, in_numpy, placed_in_turn
+from .._files.arrays import Like, as_in_jax, in_numpy, placed, placed_in_turn
 from .._files.names import Names, heads_of, spelt_as
 from .._tree.copying import copy_leaf
 from .._tree.dtypes import Array
@@ -26,6 +26,12 @@ def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
     were the same one when the plan was made, the plan uses only one.
     """
     given = spelt_as(planned.specs, given)
+    for at, mark in (planned.unkeyed or {}).items():
+        if (given.unkeyed or {}).get(at, mark) != mark:
+            raise ValueError(
+                f"expected a {mark[0]} of {mark[1]} children without keys at {at!r}, from which the plan was made, got "
+                f"another class or number of children; make the plan from these arrays"
+            )
     for name in found.used:
         want, got = planned.specs[name], given.specs.get(name)
         if got is None:
@@ -37,7 +43,7 @@ def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
             raise ValueError(
                 f"expected {describe(want)} at {name!r}, from which the plan was made, got {describe(got)}"
             )
-    known = {given.aliases.get(name, name) for name in given.specs if name in planned.specs}
+    known = {given.aliases.get(name, name) for name in given.specs if name in planned.specs or name in planned.computed}
     unknown = [name for name in given if name not in known]
     if unknown and strict:
         raise ValueError(
@@ -89,7 +95,8 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
     values = {i: made.copy() if is_looked_at(made) else made for i, made in placed_in_turn(coming())}
     leaves = contents.leaves_with(values)
     for move, value in besides:
-        _check_same(move, value, leaves[move.leaf], contents)
+        if not _is_same(move, value, leaves[move.leaf], contents):
+            leaves[move.leaf] = placed(names[move.leaf], value, contents.leaves[move.leaf])
     return leaves
 
 
@@ -129,9 +136,12 @@ def _are_equal(one: Array, other: Array) -> bool:
     return bool(np.all((one == other) | ((one != one) & (other != other))))
 
 
-def _check_same(move: Move, value: Array, have: Array, contents: Contents) -> None:
-    """Rejects an array for a tie that differs from the one already there."""
+def _is_same(move: Move, value: Array, have: Array, contents: Contents) -> bool:
+    """Returns whether an array for a tie is the one already there; raises an error if it differs and the tie trains."""
     alias, names = contents.aliases.get(move.leaf), contents.short_names
+    is_free = not contents.is_tied(move.leaf) and not (alias and alias.transforms)
+    if is_free and isinstance(value, Tracer):
+        return False
     if alias and alias.transforms and not isinstance(value, Tracer) and not isinstance(have, Tracer):
         # An alias that is computed, as a norm or an inverse, is the same up to half of its digits.
         value, have = in_numpy(value), in_numpy(have)
@@ -140,9 +150,10 @@ def _check_same(move: Move, value: Array, have: Array, contents: Contents) -> No
         is_same = np.allclose(value.astype(wide), have.astype(wide), tolerance, tolerance, equal_nan=True)
     else:
         is_same = _are_equal(value, have)
-    if not is_same:
+    if not is_same and not is_free:
         raise ValueError(
             f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is tied to "
             f"{names[alias.source if alias else move.leaf]!r}, but another array goes there; drop one of them, "
             f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
         )
+    return is_same

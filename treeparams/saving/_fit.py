@@ -15,6 +15,7 @@ from .._tree.structure import Spec
 from .._tree.text import describe, first_few, in_one_line
 from ._contents import Contents
 from ._rename import Rename, Route, Transforms, routes
+from ._unlike import unlike_nodes
 
 
 class Move(NamedTuple):
@@ -47,14 +48,19 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
     leaves = contents.leaf_at
     found, dropped, kept = routes(source.specs, rename, transform, leaves)
     found = [_to_leaves(route, leaves) for route in found]
+    offers = _Offers(contents, source.specs)
+    pairs = [pair for route in found if not route.is_exact for pair in zip(route.sources, route.targets, strict=False)]
+    unlike = unlike_nodes(contents, source.unkeyed, pairs, "source")
+    for route in [route for route in found if not unlike.keys().isdisjoint(route.sources)]:
+        offers.refuse(route, next(unlike[name] for name in route.sources if name in unlike))
+        found.remove(route)
     nowhere = {id(route) for route in found if leaves.keys().isdisjoint(route.targets)}
     unused = {name: first_few(route.targets) for route in found if id(route) in nowhere for name in route.sources}
-    offers = _Offers(contents, source.specs)
     for route in found:
         if id(route) not in nowhere:
             offers.add(route)
     comes, also = offers.chosen(source.aliases)
-    used = dropped.union(*(route.sources for route in found if id(route) not in nowhere))
+    used = dropped.union(offers.reported, *(route.sources for route in found if id(route) not in nowhere))
     # A file has a tie under several names; the one that is stored is used where another one is.
     used.update([source.aliases[name] for name in used if name in source.aliases])
     # An array that stays as it is must not be tied to one that is filled.
@@ -131,16 +137,16 @@ class _Offers:
         leaves, given = self._contents.leaf_at, shown(route.sources)
         for target in route.targets:
             if target not in leaves:
-                self._refuse(route, f"{given}: no array is at {target!r}{nearest(target, leaves)}")
+                self.refuse(route, f"{given}: no array is at {target!r}{nearest(target, leaves)}")
         unknown = [name for name in route.sources if not _is_in_jax(self._specs[name].dtype)]
         made = [] if unknown else _results(route, self._specs)
         if unknown:
             spec = self._specs[unknown[0]]
             none = "JAX does" if isinstance(spec.dtype, np.dtype) else "NumPy and JAX do"
             what = f"{unknown[0]!r} is {describe(spec)}, which {none} not support"
-            self._refuse(route, f"{what}; drop it, rename={{{unknown[0]!r}: None}}")
+            self.refuse(route, f"{what}; drop it, rename={{{unknown[0]!r}: None}}")
         elif len(made) != len(route.targets):
-            self._refuse(
+            self.refuse(
                 route, f"{given}: {route.how} gives {len(made)} arrays, but the paths are {shown(route.targets)}"
             )
             return
@@ -148,9 +154,12 @@ class _Offers:
             if target in leaves:
                 self._offer(Move(route, number, leaves[target]), made[number] if made else None)
 
-    def _refuse(self, route: Route, why: str) -> None:
-        self.disagrees.append(why)
+    def refuse(self, route: Route, why: str) -> None:
+        """Notes why a route does not fit, and that no array of it is missing."""
+        self.disagrees += [why] if why not in self.disagrees else []
         self.reported.update(route.sources)
+        leaves = [self._contents.leaf_at.get(target) for target in route.targets]
+        self.refused.update(_stored_leaf(self._contents, leaf) for leaf in leaves if leaf is not None)
 
     def _offer(self, move: Move, made: Spec | None) -> None:
         contents, route, leaf = self._contents, move.route, move.leaf
@@ -166,7 +175,7 @@ class _Offers:
             return
         self.refused.add(root)
         if made is not None:
-            self._refuse(route, _disagreement(name, want, made, route))
+            self.refuse(route, _disagreement(name, want, made, route))
 
     def chosen(self, aliases: Mapping[str, str]) -> tuple[dict[int, Move], list[Move]]:
         """Returns the move that fills each stored leaf, and the moves to compare with it."""

@@ -27,9 +27,13 @@ def names_of(source: Any) -> Names:
     if isinstance(source, Layout):
         index = index_of(source)
         paths, specs = index.structure.paths, index.structure.specs
-        names = {name_of(paths[i]): spec for i, spec in enumerate(specs) if spec is not None}
+        computed = {name_of(paths[a.leaf]) for a in index.ties if a.transforms}
+        names = {
+            name: spec for name, spec in zip(map(name_of, paths), specs, strict=True) if spec and name not in computed
+        }
         aliases = {name_of(paths[a.leaf]): name_of(paths[a.source]) for a in index.ties if not a.transforms}
-        return Names(names, lambda name: jax.ShapeDtypeStruct(*names[name][:2]), aliases)
+        read = lambda name: jax.ShapeDtypeStruct(*names[name][:2])
+        return Names(names, read, aliases, unkeyed=index.structure.unkeyed, computed=computed)
     if isinstance(source, np.lib.npyio.NpzFile):
         return _of_npz(source)
     # Only arrays have names; a number among the values has none.
@@ -95,7 +99,9 @@ def _of_tree(tree: PyTree) -> Names:
     for attribute in ("item_metadata", "tree"):  # of Orbax's metadata of a checkpoint
         if type(tree).__module__.startswith("orbax."):
             tree = getattr(tree, attribute, tree)
-    return names_of_contents(Contents(jtu.tree_map_with_path(_as_known, tree)))
+    contents = Contents(jtu.tree_map_with_path(_as_known, tree))
+    contents.store_what_differs()
+    return names_of_contents(contents)
 
 
 def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
@@ -109,14 +115,17 @@ def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
 
 def names_of_contents(contents: Contents) -> Names:
     """Returns the names of a tree that was taken apart."""
-    specs = {name: contents.spec(i) for i, name in contents.names.items()}
-    leaves = {name: i for i, name in contents.names.items()}
-    plain = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
-    aliases = {contents.names[i]: contents.names[source] for i, source in plain.items()}
+    computed = [contents.names[i] for i, alias in contents.aliases.items() if alias.transforms]
+    leaves = {name: i for i, name in contents.names.items() if name not in computed}
+    specs = {name: contents.spec(i) for name, i in leaves.items()}
+    aliases = {alias: source for alias, (source, transforms) in contents.ties.items() if not transforms}
     states = {path: state_in_words(state) for path, state in contents.states.items()}
     paths = contents.structure.paths
     numbers = {name_of(paths[i]): contents.leaves[i] for i in contents.values}
-    return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, states, numbers)
+    # What another program restored is of plain containers, whatever classes it was saved from.
+    is_plain = all(node.cls in (dict, list, tuple) for node in contents.structure.nodes)
+    marks = None if is_plain else contents.structure.unkeyed
+    return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, states, numbers, marks, computed)
 
 
 def names(

@@ -1,9 +1,9 @@
 """Arrays inside leaves that are not pytrees, such as a plain dataclass or a deque: JAX functions do not see them."""
 
 import collections
+import contextlib
 import enum
 import functools
-import itertools
 import types
 from collections.abc import Iterator, Mapping
 
@@ -12,28 +12,26 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._files.values import LONG
-from .._tree.flattening import take
-from .._tree.static_keys import with_object
-from .._tree.structure import is_array, keys_of
+from .._tree.structure import is_array
 from .._tree.text import describe
 from ._contents import Contents
-
-_DEEPEST = 8  # levels below a leaf; what lies deeper is hardly the leaf's own
 
 
 def lost_arrays(contents: Contents) -> Iterator[str]:
     """Yields a sentence for each leaf with arrays that would not be saved, with the line to write instead."""
-    seen: dict[int, object] = {}  # the objects by identity, held so that no other object gets the same one
-    specs = contents.structure.specs
-    kinds = {kind for kind in set(map(type, contents.leaves)) if not _is_bare(kind) or issubclass(kind, LONG)}
-    for i, leaf in [(i, leaf) for i, leaf in enumerate(contents.leaves) if type(leaf) in kinds]:
+    specs, seen = contents.structure.specs, set[int]()
+    for i, leaf in enumerate(contents.leaves):
         is_kept = specs[i] is not None and not isinstance(leaf, np.ma.MaskedArray)
-        why = None if is_kept else _why_lost(leaf, seen)
+        is_bare = isinstance(leaf, _BARE) and not isinstance(leaf, LONG)
+        if is_kept or is_bare or id(leaf) in seen:  # a model has many leaves, of few functions
+            continue
+        seen.add(id(leaf))
+        why = _why_lost(leaf)
         if why is not None:
             yield f"{contents.structure.paths[i]!r} is a {why}; {_instead(leaf)}, or leave it out of the tree"
 
 
-def _why_lost(leaf: object, seen: dict[int, object]) -> str | None:
+def _why_lost(leaf: object) -> str | None:
     """Returns the type of a leaf and the array in it that would not be saved; `None` if there is none."""
     kind = type(leaf)
     if issubclass(kind, LONG):
@@ -44,11 +42,13 @@ def _why_lost(leaf: object, seen: dict[int, object]) -> str | None:
         return "mapping and not a pytree, so none of its arrays would be saved"
     if _is_foreign(leaf):
         return f"{kind.__qualname__}, which is not a JAX array, so it would not be saved"
-    found = _array_in(leaf, seen)
-    if found is None:
-        return None
-    where, array = found
-    return f"{kind.__qualname__} and not a pytree, so its array {where} ({describe(array)}) would not be saved"
+    for where, value in _held_by(leaf):
+        with contextlib.suppress(Exception):  # of what cannot be flattened, nothing would be saved
+            for path, each in jtu.tree_flatten_with_path(value)[0]:
+                if (is_array(each) or _is_foreign(each)) and not isinstance(each, jax.ShapeDtypeStruct):
+                    at = f"{where}{jtu.keystr(path)} ({describe(each)})"
+                    return f"{kind.__qualname__} and not a pytree, so its array {at} would not be saved"
+    return None
 
 
 def _instead(leaf: object) -> str:
@@ -70,72 +70,24 @@ def _instead(leaf: object) -> str:
         return "write list(...)"
     if isinstance(leaf, types.SimpleNamespace):
         return "write vars(...)"
+    if hasattr(leaf, "__wrapped__"):
+        return "keep the model itself in the tree, and wrap it where it is called"
     return f"make {kind} an eqx.Module, or jax.tree_util.register_dataclass({kind})"
 
 
-def _array_in(leaf: object, seen: dict[int, object]) -> tuple[str, object] | None:
-    """Returns the first array inside a leaf that is not an array, and where it is; the nearest to the leaf."""
-    level: list[tuple[str, object]] = [("", leaf)]
-    for _ in range(_DEEPEST):
-        below = []
-        for where, value in level:
-            if id(value) in seen:
-                continue
-            seen[id(value)] = value
-            for entry, child in _held_by(value):
-                if is_array(child) or _is_foreign(child):
-                    return where + entry, child
-                below.append((where + entry, child))
-        level = below
-    return None
-
-
-def _held_by(value: object) -> Iterator[tuple[str, object]]:
-    """Yields the objects that another one holds as a pytree, as a collection or as attributes, and where each is."""
-    taken = take(value)
-    if taken is not None:
-        children = list(taken[0])
-        keys = keys_of(type(value), children)
-        pairs = zip(keys, [child for _, child in children], strict=True)
-        return ((jtu.keystr((key,)), child) for key, child in pairs if not _is_bare(type(child)))
-    if isinstance(value, functools.partial):
-        named = [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
-    elif isinstance(value, (dict, types.MappingProxyType)):
-        named = ((f"[{key!r}]", each) for key, each in list(value.items()))
-    elif isinstance(value, np.ndarray):
-        named = ((f".flat[{i}]", each) for i, each in enumerate(value.flat))
-    else:
-        items = list(value) if isinstance(value, _COLLECTIONS) else ()
-        named = itertools.chain(((f"[{i}]", each) for i, each in enumerate(items)), _attributes_of(value))
-    return ((where, each) for where, each in named if not _is_bare(type(each)))
-
-
-def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
-    """Yields the stored attributes of an object, without running code of its class."""
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except Exception:  # there are none, or the class has a property of this name
-        attributes = {}
-    for name, each in list(attributes.items()):
-        yield f".{name}", each
-    for name, slot in _slots_of(type(value)):
-        try:
-            yield f".{name}", slot.__get__(value)
-        except AttributeError:  # nothing is there yet
-            continue
-
-
-def _slots_of(kind: type) -> list[tuple[str, types.MemberDescriptorType]]:
-    """Returns the attributes in `__slots__`."""
-    members = [each for cls in kind.__mro__ for each in vars(cls).items()]
-    return [(name, each) for name, each in members if isinstance(each, types.MemberDescriptorType)]
-
-
-@with_object
-def _is_bare(kind: type) -> bool:
-    """Returns whether values of a type hold no arrays. Functions count as such, whatever they close over."""
-    is_of_jax = kind.__module__.partition(".")[0] in ("jax", "jaxlib")
-    return issubclass(kind, _BARE) or (is_of_jax and not issubclass(kind, _LOOKED_AT))
+def _held_by(leaf: object) -> Iterator[tuple[str, object]]:
+    """Yields what a leaf refers to, and where: what it is a collection of, its arguments, and its attributes."""
+    if isinstance(leaf, functools.partial):
+        yield from ((".func", leaf.func), (".args", leaf.args), (".keywords", leaf.keywords))
+    if isinstance(leaf, (*_COLLECTIONS, np.ndarray)):
+        yield "", leaf.tolist() if isinstance(leaf, np.ndarray) else list(leaf)
+    # Attributes as they are stored, `__wrapped__` of a function among them, without running code of the class.
+    with contextlib.suppress(Exception):
+        yield from ((f".{name}", each) for name, each in object.__getattribute__(leaf, "__dict__").items())
+    for name, slot in [each for cls in type(leaf).__mro__ for each in vars(cls).items()]:
+        if isinstance(slot, types.MemberDescriptorType):
+            with contextlib.suppress(AttributeError):  # nothing is there yet
+                yield f".{name}", slot.__get__(leaf)
 
 
 def _is_foreign(value: object) -> bool:
@@ -143,12 +95,11 @@ def _is_foreign(value: object) -> bool:
     kind = type(value)
     if isinstance(value, np.ndarray):
         return value.dtype != object and not is_array(value)
-    return hasattr(kind, "shape") and hasattr(kind, "dtype")
+    return hasattr(kind, "shape") and hasattr(kind, "dtype") and not isinstance(value, np.generic)
 
 
-_COLLECTIONS = list, tuple, collections.deque, set, frozenset
-_LOOKED_AT = jax.Array, functools.partial, getattr(jax, "Ref", jax.Array)  # public since JAX 0.7.2
+_COLLECTIONS = list, tuple, collections.deque  # of other classes than JAX's; a set has no arrays, which have no hash
 _BARE = (
-    *(str, bytes, int, float, complex, type(None), type, enum.Enum, np.generic, np.dtype, np.ufunc, types.ModuleType),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, jax.ShapeDtypeStruct),
+    *(str, bytes, int, float, complex, type, enum.Enum, np.generic, np.dtype, types.ModuleType),
+    *(types.BuiltinFunctionType, types.MethodType),
 )

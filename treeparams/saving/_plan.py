@@ -288,7 +288,9 @@ def plan(
     Raises:
         OSError: the file does not exist.
         ValueError: with `strict`, an array is missing, unused or does not fit. Dtypes must be equal in JAX, so write a
-            cast as a transform, and drop an array of a dtype that JAX lacks with `None`. Also, strict or not: a pattern
+            cast as a transform, and drop an array of a dtype that JAX lacks with `None`. Children of a class without
+            keys go by position into the same class alone; `rename` takes them anywhere by their names, without a star.
+            Also, strict or not: a pattern
             of `rename` or `transform` matches nothing; two arrays go to one path; arrays are merged or split without a
             `transform`; a function fails; or the file is damaged, or is a pickle.
         TypeError: a side of `rename` is not a pattern, or a transform is not a function.

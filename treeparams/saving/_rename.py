@@ -55,6 +55,7 @@ class Route:
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     function: Callable[..., Any] | None = None
+    is_exact: bool = False  # whether `rename` has these names themselves, without a star
 
     @property
     def how(self) -> str:
@@ -244,7 +245,7 @@ class _Entry:
                     made = self._rows(stars, max(specs[sources[0]].shape[:1], default=1), targets)
                 else:
                     made = tuple(right.filled(stars) for right in self.rights)
-                yield Route(sources, made, function)
+                yield Route(sources, made, function, is_exact=not stars)
 
     def _star_of_rows(self) -> int:
         """Returns the position of the last star that matches only numbers."""

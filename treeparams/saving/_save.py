@@ -1,6 +1,7 @@
 """save, load, metadata: writes a tree to one file, and reads it back into a tree like it."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
@@ -16,12 +17,13 @@ from .._files.words import histories_in, values_in
 from .._slots.ties import Alias
 from .._tree.dtypes import Array
 from .._tree.messages import name_deleted
+from .._tree.paths import join_path
 from .._tree.text import first_lines, function_name
 from .._tree.types import PyTree
 from ..optim import ModelTransformation
 from ._contents import Contents, places_in_words, state_in_words
 from ._opaque import lost_arrays
-from ._unlike import unlike_joined, unlike_leaves, unlike_states, unlike_ties
+from ._unlike import unlike_joined, unlike_leaves, unlike_nodes, unlike_states, unlike_ties
 
 M = TypeVar("M")
 
@@ -47,8 +49,12 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     functions, other objects, static fields and the structure come from the code that builds the model. The file also
     records the digest of the tree's layout, which paths share one array, the checksum of each array, and which
     parameters each array of an optimiser's state belongs to. For a `Restructure` in the tree it records where each
-    parameter lies in its vector or stacks. Any program that reads safetensors can read the arrays. Complex numbers are
-    stored as pairs, and dtypes that the format lacks as bytes.
+    parameter lies in its vector or stacks. Statistics in an `eqx.nn.State` have the names of their layers if the model
+    is in the same tree, `(model, state)`. A state alone goes by number, as does a class that is registered without keys
+    (`jax.tree_util.register_pytree_node`): the file records the name of the class and the number of its children.
+
+    Any program that reads safetensors can read the arrays. Complex numbers are stored as pairs, and dtypes that the
+    format lacks as bytes.
 
     The new file replaces an old one only when all of it is on the disk, so a killed process or a full disk leaves the
     old file intact. The new file keeps the mode and the owner of the old one, if the system allows it. If several
@@ -67,8 +73,9 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
             tree is nested too deeply for JAX; or the path is not a regular file, but a FIFO or `/dev/null`, for
             example.
         TypeError: the path does not come first; `metadata` is not a dictionary of texts; or a leaf that is not a
-            pytree, such as a plain dataclass, a `deque` or a `functools.partial`, holds an array, which would not be
-            saved. `save` does not look inside the closures of functions.
+            pytree, such as a plain dataclass, a `deque`, a `functools.partial` or `jax.vmap(module)`, holds an array,
+            which would not be saved. `save` looks at what the leaf itself refers to: its attributes, `__wrapped__` of a
+            function, the arguments of a partial. It does not look further, nor into the closures of functions.
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(said, dict) or not all(isinstance(each, str) for pair in said.items() for each in pair):
@@ -114,6 +121,7 @@ def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, An
         "restructures": {path: places_in_words(each) for path, each in contents.ways_back.items()},
         "frozen": [name for name, i in contents.stored.items() if i in frozen],
         "values": values,
+        "unkeyed": contents.structure.unkeyed,
     }
     return {name: contents.leaves[i] for name, i in contents.stored.items()}, words
 
@@ -190,14 +198,19 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     as it reads it. If names or shapes have changed since the file was saved, map them with
     `saving.plan(path, model, rename=...)`.
 
+    **By position.** The children of a class without keys have no names. They go into a class of the same name with as
+    many children. If that class itself changed their order, nothing tells. So register it with
+    `jax.tree_util.register_pytree_with_keys`.
+
     Args:
         path: the path of a file that `save` wrote.
-        like: a tree with the same structure, shapes, dtypes and ties, and with numbers where the file has numbers.
-            You get functions, other objects and static fields from it. Arrays go where its arrays are: to their
-            devices, with their sharding, in NumPy or in JAX. A ref (`jax.new_ref`) stays that ref: its array is written
-            into it, after all of the file is checked. A leaf may be a `jax.ShapeDtypeStruct`; it gets the ties of the
-            file. A state of an optimiser must have the same histories as the saved one. The state that `tx.init`
-            returns has one history; if the saved state has others, the error shows the calls that make them.
+        like: a tree with the same structure, shapes and dtypes, with numbers where the file has numbers, and with the
+            same ties of what trains. You get functions, other objects and static fields from it. Arrays go where its
+            arrays are: to their devices, with their sharding, in NumPy or in JAX. A ref (`jax.new_ref`) stays that ref:
+            its array is written into it, after all of the file is checked. A leaf may be a `jax.ShapeDtypeStruct`; it
+            gets the ties of the file. A state of an optimiser must have the same histories as the saved one. The state
+            that `tx.init` returns has one history; if the saved state has others, the error shows the calls that make
+            them.
         checksum: whether to compare the arrays with their checksums.
 
     Returns:
@@ -230,7 +243,11 @@ def fitted(contents: Contents, file: File) -> dict[str, int]:
         if name in leaves and name not in file.specs:  # saved before there were counts of lost steps
             i = leaves.pop(name)
             contents.leaves[i] = placed(name, np.zeros(*contents.spec(i)[:2]), contents.leaves[i])
-    wrong = list(unlike_states(contents, file))
+    marks, paths = file.words.get("unkeyed"), contents.structure.paths
+    there = itertools.chain(file.specs, file.words["ties"], values_in(file.words))
+    pairs = ((name, paths[leaves[name]] if name in leaves else name) for name in there)
+    wrong = list(dict.fromkeys(unlike_nodes(contents, marks, pairs, file.noun).values()))
+    wrong = wrong or list(unlike_states(contents, file))
     wrong = wrong or [*unlike_leaves(contents, leaves, file), *unlike_ties(contents, leaves, file)]
     wrong = wrong or list(unlike_joined(contents, file))
     if wrong:
@@ -265,7 +282,10 @@ def leaves_in(contents: Contents, file: File) -> dict[str, int]:
         here, there = (_paths_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
         for paths, ours in here.items():
             theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
-    leaves = dict(zip(map(name_of, contents.structure.paths), range(len(contents.leaves)), strict=True))
+    leaves = {name_of(path): i for i, path in enumerate(contents.structure.paths)}
+    if "unkeyed" not in file.words:  # saved before states of Equinox had names
+        numbered = contents.structure.numbered
+        leaves = {join_path(numbered[i]) if i in numbered else name: i for name, i in leaves.items()}
     if not theirs:
         return leaves
     names = {}

@@ -1,19 +1,20 @@
 """Describes how a tree differs from a file: its arrays, ties, histories, and the parameters in joined arrays."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 
 from .._files.arrays import array_spec
 from .._files.file import File
-from .._files.names import head_of, heads_of
+from .._files.names import head_of, heads_of, split_name
 from .._files.values import from_words
 from .._files.words import histories_in, specs_in, values_in
 from .._slots.layout import index_of
-from .._tree.paths import nearest
+from .._tree.paths import join_path, nearest
 from .._tree.structure import Spec
 from .._tree.text import describe, quoted
 from ._contents import Contents, places_in_words, state_in_words
@@ -51,6 +52,49 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
     for other in others:
         yield f"the {file.noun} also has {other!r}, which the tree lacks{hint}"
     yield from filter(None, [_unlike_leaf(contents, leaves[name], name, file) for name in there if name in leaves])
+
+
+def unlike_nodes(
+    contents: Contents, marks: Mapping[str, Any] | None, pairs: Iterable[tuple[str, str]], noun: str
+) -> dict[str, str]:
+    """Returns a sentence for each name below a node without keys that is another one in the tree, or one with keys.
+
+    Args:
+        contents: the tree.
+        marks: the nodes without keys where the names come from; `None` if it does not tell.
+        pairs: each name, and where it goes.
+        noun: the word for where the names come from.
+    """
+    here, sentences, known = contents.structure.unkeyed, dict[str, str](), dict[tuple[str, str], str]()
+    if marks is None or not (marks or here):
+        return {}
+    for name, target in pairs:
+        source, goal = split_name(name), split_name(target)
+        while source and goal and source[-1] == goal[-1]:
+            source, goal = source[:-1], goal[:-1]
+            at = join_path(source), join_path(goal)
+            if at not in known:
+                known[at] = _unlike_node(contents, marks.get(at[0]), here.get(at[1]), at, noun)
+            if known[at]:
+                sentences[name] = known[at]
+    return sentences
+
+
+def _unlike_node(contents: Contents, there: Any, here: Any, at: tuple[str, str], noun: str) -> str:
+    """Returns a sentence if a node has no keys, and the other one has, or is of another class or number of children."""
+    its = [node.cls for node in contents.structure.nodes if node.path == at[1]] if here != there else []
+    if not its:
+        return ""
+    is_state = its[0] is eqx.nn.State
+    named = "with the names of its layers" if is_state else "another node, whose children have names"
+    theirs, ours = (f"a {each[0]} of {each[1]} children without keys" if each else named for each in (there, here))
+    says = f"{at[0]!r} is {theirs} in the {noun}, {ours} in the tree, so nothing tells which child is which; "
+    if is_state:
+        return f"{says}save a state and its model in one tree, (model, state), and load them into one: so it has names"
+    return (
+        f"{says}register the class with jax.tree_util.register_pytree_with_keys, or write a plan that renames each of "
+        f"its arrays, rename={{{join_path([at[0], '0'])!r}: ...}}"
+    )
 
 
 def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | None:
@@ -99,20 +143,18 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
         if alias not in leaves or source not in leaves:
             continue
         here, there = leaves[alias], leaves[source]
-        if not contents.structure.is_parameter(here):
-            continue
         if transforms:
             if here not in aliases or (roots[here], str(aliases[here])) != (roots[there], transforms):
                 yield (
                     f"{alias!r} is {transforms} of {source!r} in the {file.noun}, but the tree declares no such tie:"
                     f" declare it, tp.field(tied_to=..., transform={transforms})"
                 )
-        elif roots[here] != roots[there] and not {here, there} & contents.abstract:
+        elif contents.is_tied(here) and roots[here] != roots[there] and not {here, there} & contents.abstract:
             call = f"tp.tie(model, {alias!r}, to={source!r})"
             yield f"{alias!r} and {source!r} are one array in the {file.noun} only: {call}"
     for i, name in names.items():
         same = names[first[i]]
-        if contents.structure.is_parameter(i) and same != name and {same, name} <= file.specs.keys():
+        if contents.is_tied(i) and same != name and {same, name} <= file.specs.keys():
             yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
 
 

@@ -1,0 +1,321 @@
+"""Values of an `eqx.nn.State` go by the name of their layer, and children of nodes without keys by position."""
+
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim, saving
+
+from .test_faults import lying
+
+OLD = pathlib.Path(__file__).parent / "data" / "state_by_number.safetensors"  # saved before states had names
+
+
+def norm():
+    return eqx.nn.BatchNorm(3, "batch", mode="ema")
+
+
+class Then(eqx.Module):
+    first: eqx.nn.BatchNorm
+    second: eqx.nn.BatchNorm
+
+    def __init__(self):
+        self.first, self.second = norm(), norm()
+
+
+class Swapped(eqx.Module):
+    second: eqx.nn.BatchNorm
+    first: eqx.nn.BatchNorm
+
+    def __init__(self):
+        self.first, self.second = norm(), norm()
+
+
+class Grown(eqx.Module):
+    first: eqx.nn.BatchNorm
+    inserted: eqx.nn.BatchNorm
+    second: eqx.nn.BatchNorm
+
+    def __init__(self):
+        self.first, self.inserted, self.second = norm(), norm(), norm()
+
+
+def run(cls, first=None, second=None):
+    """A model and its state, whose running means are these numbers."""
+    model, state = eqx.nn.make_with_state(cls)()
+    for layer, mean in ((model.first, first), (model.second, second)):
+        if mean is not None:
+            state = state.set(layer.ema_state_index, (jnp.full(3, mean, "f4"), jnp.full(3, 10 + mean, "f4")))
+    return {"model": model, "state": state}
+
+
+def means(run):
+    return [float(run["state"].get(getattr(run["model"], name).ema_state_index)[0][0]) for name in ("first", "second")]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.safetensors"
+
+
+def names_below(tree, node):
+    return [name for name in saving.names(tree) if name.startswith(f"{node}.")]
+
+
+VALUES = [
+    f"{layer}.{value}" for layer in ("first", "second") for value in ("ema_first_time_index", "ema_state_index.0")
+]
+
+
+# -- Names -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_name_in_files_plans_walks_layouts_and_averages(path):
+    tree = run(Then, 1, 2)
+    names = [f"state.{value}" for value in VALUES]
+    saving.save(path, tree)
+    assert set(names) <= set(saving.names(path)) == set(saving.names(tree))
+    assert set(names) <= {row.path for row in saving.plan(path, tree).rows}
+    thawed = tp.layout(tree, thaw="state.second")  # a glob selects what lies below, as of a node
+    assert [path for path in thawed.paths if path.startswith("state")] == [
+        "state.second.ema_state_index.0",
+        "state.second.ema_state_index.1",
+    ]
+    assert tp.layout(tree, thaw="state.*.ema_state_index.0").paths[-2:] == (names[1], names[3])
+    assert list(tp.trainables(tree, thawed))[-1] == "state.second.ema_state_index.1"
+    average = tp.ema(tree, run(Then, 3, 4), decay=0.5, buffers="average")
+    assert means(average) == [2, 3]
+    assert set(names) <= set(saving.names(average))
+
+
+@pytest.mark.parametrize(
+    ("tree", "want"),
+    {
+        "a pair": (lambda m, s: (m, s), "1.first.ema_state_index.0"),
+        "the state first": (lambda m, s: (s, m), "0.first.ema_state_index.0"),
+        "deeper": (lambda m, s: {"a": {"net": m}, "b": [s]}, "b.0.net.first.ema_state_index.0"),
+        "side by side": (lambda m, s: {"first": m.first, "second": m.second, "s": s}, "s.first.ema_state_index.0"),
+        "beside an optimiser": (
+            lambda m, s: {"adam": optax.adam(1.0).init(eqx.filter(m, eqx.is_array)), "model": m, "state": s},
+            "state.first.ema_state_index.0",
+        ),
+        "within an optimiser": (
+            lambda m, s: optim.trainable(optax.adam(1.0), tp.layout((m, s), thaw="1")).init((m, s)),
+            "runs.0.0.mu.1.first.ema_state_index.0",
+        ),
+        "two of one class": (
+            lambda m, s: [(m, s), eqx.nn.make_with_state(Then)()],
+            "1.1.first.ema_state_index.0",
+        ),
+        "one part": (lambda m, s: (m.first, s.substate(m.first)), "1.ema_state_index.0"),
+        "alone": (lambda m, s: s, "1.0"),
+        "without one of its layers": (lambda m, s: (m.first, s), "1.1.0"),
+    }.values(),
+)
+def test_a_name_is_the_path_of_the_index_in_the_model(tree, want):
+    its = run(Then)
+    assert want in saving.names(tree(its["model"], its["state"]))
+
+
+def test_states_made_without_make_with_state_have_names():
+    model = Then()
+    state = jax.tree.map(jnp.copy, eqx.nn.State(model))
+    assert names_below((model, state), "1")[1] == "1.first.ema_state_index.0"
+
+
+def test_a_diff_is_by_name():
+    before, after = run(Then, 1, 2), run(Grown, 1, 3)
+    differ = tp.diff(before, after)
+    assert {"state.inserted.ema_state_index", "state.second.ema_state_index.0"} <= set(differ.paths)
+    assert not [path for path in differ.paths if path.startswith("state.first")]
+    assert not [row for row in differ.rows if row.path == "state"]  # its keys differ, and each is named
+
+
+def test_paths_are_the_same_in_a_trace():
+    tree = run(Then, 1, 2)
+    found = []
+
+    @eqx.filter_jit
+    def step(tree):
+        found.append(tp.layout(tree, thaw="state").paths)
+        return tree
+
+    step(tree)
+    assert found == [tp.layout(tree, thaw="state").paths]
+
+
+# -- Files -------------------------------------------------------------------------------------------------------------
+
+
+def test_load_follows_fields_that_change_places(path):
+    saving.save(path, run(Then, 1, 2))
+    assert means(saving.load(path, run(Swapped))) == [1, 2]
+    assert means(saving.plan(path, run(Swapped))(path)) == [1, 2]
+
+
+def test_a_layer_that_is_inserted_shifts_no_other(path):
+    saving.save(path, run(Then, 1, 2))
+    plan = saving.plan(path, run(Grown), strict=False)
+    assert means(plan(path)) == [1, 2]
+    assert "state.inserted.ema_state_index.0" in plan.missing
+    with pytest.raises(ValueError, match=r"'state.inserted.ema_state_index.0' is in the tree and not in the file"):
+        saving.load(path, run(Grown))
+
+
+def test_statistics_of_pytorch_have_a_place():
+    theirs = {
+        f"norm{i}.{name}": np.full(3, value, "float32")
+        for i in (1, 2)
+        for name, value in {"weight": 1, "bias": 0, "running_mean": i, "running_var": 10 + i}.items()
+    }
+    theirs = saving.names(theirs, rename={"norm1.**": "first.**", "norm2.**": "second.**"})
+    plan = saving.plan(
+        theirs,
+        run(Then),
+        rename={
+            "*.running_mean": "state.*.ema_state_index.0",
+            "*.running_var": "state.*.ema_state_index.1",
+            "**": "model.**",
+            None: "state.*.ema_first_time_index",
+        },
+    )
+    got = plan(theirs)
+    assert means(got) == [1, 2]
+    assert float(got["state"].get(got["model"].second.ema_state_index)[1][0]) == 12
+
+
+def test_older_files_load_by_position():
+    assert "state.1.0" in saving.names(OLD)
+    assert means(saving.load(OLD, run(Then))) == [1, 2]
+    assert means(saving.plan(OLD, run(Then))(OLD)) == [1, 2]
+    names = {"state.1.*": "state.first.ema_state_index.*", "state.3.*": "state.second.ema_state_index.*"}
+    names |= {"state.0": "state.first.ema_first_time_index", "state.2": "state.second.ema_first_time_index"}
+    assert means(saving.plan(OLD, run(Swapped), rename=names)(OLD)) == [1, 2]
+
+
+def test_a_state_alone_goes_by_number_and_never_into_one_with_names(path):
+    tree = run(Then, 1, 2)
+    saving.save(path, tree["state"])
+    assert sorted(saving.names(path)) == ["0", "1.0", "1.1", "2", "3.0", "3.1"]
+    assert means({**tree, "state": saving.load(path, run(Then)["state"])}) == [1, 2]
+    with pytest.raises(ValueError, match=r"(?s)'' is a State of 4 children .* 6 children .*model in one tree"):
+        saving.load(path, run(Grown)["state"])
+    alone = {"state": tree["state"]}
+    for saved, like in ((alone, tree), (tree, alone)):
+        saving.save(path, saved)
+        with pytest.raises(
+            ValueError, match=r"'state' is .*the names of its layers.*; save a state and its model in one"
+        ):
+            saving.load(path, like)
+        with pytest.raises(ValueError, match="save a state and its model in one tree"):
+            saving.plan(path, like)
+
+
+# -- Nodes without keys ------------------------------------------------------------------------------------------------
+
+
+def without_keys(name, *fields):
+    """A class that JAX knows by position alone."""
+    cls = type(name, (), {"__init__": lambda self, **values: vars(self).update(values)})
+    flatten = lambda each: (tuple(getattr(each, field) for field in fields), None)
+    jtu.register_pytree_node(cls, flatten, lambda _, values: cls(**dict(zip(fields, values, strict=True))))
+    return cls
+
+
+NORMAL, GAMMA, STUDENT = (
+    without_keys(name, *fields)
+    for name, fields in {"Normal": ["loc", "scale"], "Gamma": ["rate", "shape"], "Student": "abc"}.items()
+)
+LIKE_NORMAL = without_keys("Normal", "loc", "scale")  # as the class is called in another process
+KEYED = type("Normal", (), {"__init__": lambda self, loc, scale: vars(self).update(loc=loc, scale=scale)})
+jtu.register_pytree_with_keys(
+    KEYED,
+    lambda each: ([(jtu.GetAttrKey("loc"), each.loc), (jtu.GetAttrKey("scale"), each.scale)], None),
+    lambda _, values: KEYED(*values),
+)
+
+
+def normal(cls=NORMAL, loc=0.0, scale=1.0):
+    return {"dist": cls(loc=jnp.array(loc), scale=jnp.array(scale))}
+
+
+def test_nodes_without_keys_go_by_position_into_the_same_class(path):
+    saving.save(path, normal(loc=3.0, scale=4.0))
+    for got in (saving.load(path, normal(LIKE_NORMAL)), saving.plan(path, normal(LIKE_NORMAL))(path)):
+        assert (float(got["dist"].loc), float(got["dist"].scale)) == (3, 4)
+
+
+OTHERS = {
+    "another class": {"dist": GAMMA(rate=jnp.array(0.0), shape=jnp.array(0.0))},
+    "another number": {"dist": STUDENT(a=jnp.array(0.0), b=jnp.array(0.0), c=jnp.array(0.0))},
+    "with keys": normal(KEYED),
+    "a list": {"dist": [jnp.array(0.0), jnp.array(0.0)]},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_another_class_or_number_is_refused(path, name, is_saved):
+    saved, like = (OTHERS[name], normal()) if is_saved else (normal(), OTHERS[name])
+    saving.save(path, saved)
+    message = "'dist' is a.* of 2 children without keys.*register_pytree_with_keys"
+    with pytest.raises(ValueError, match=message):
+        saving.load(path, like)
+    with pytest.raises(ValueError, match=message):
+        saving.plan(path, like)
+    if name != "a list":  # plain containers may be what another program restored
+        with pytest.raises(ValueError, match=message):
+            saving.plan(saved, like)
+    plan = saving.plan(path, like, strict=False)
+    assert any("register_pytree_with_keys" in why for why in plan.disagrees)
+    assert all(a is b for a, b in zip(jax.tree.leaves(plan(path)), jax.tree.leaves(like), strict=True))
+
+
+def test_a_prefix_that_is_renamed_does_not_hide_another_class(path):
+    saving.save(path, {"a": normal(loc=3.0)})
+    with pytest.raises(ValueError, match=r"'a.dist' is a Normal of 2 children .*, a Gamma of 2"):
+        saving.plan(path, {"b": OTHERS["another class"]}, rename={"a.**": "b.**"})
+    plan = saving.plan(path, {"b": normal()}, rename={"a.**": "b.**"})
+    assert float(plan(path)["b"]["dist"].loc) == 3
+
+
+def test_an_explicit_rename_goes_into_another_class(path):
+    saving.save(path, normal(loc=3.0, scale=4.0))
+    plan = saving.plan(path, OTHERS["another class"], rename={"dist.0": "dist.1", "dist.1": "dist.0"})
+    assert [float(plan(path)["dist"].rate), float(plan(path)["dist"].shape)] == [4, 3]
+    same = saving.plan(path, OTHERS["another class"], rename={"dist.0": "dist.0", "dist.1": "dist.1"})
+    assert float(same(path)["dist"].rate) == 3
+    keyed = saving.plan(path, normal(KEYED), rename={"dist.0": "dist.loc", "dist.1": "dist.scale"})
+    assert (float(keyed(path)["dist"].loc), float(keyed(path)["dist"].scale)) == (3, 4)
+
+
+def test_a_plan_refuses_arrays_of_another_class(path):
+    plan = saving.plan(normal(), normal())
+    saving.save(path, {"dist": GAMMA(rate=jnp.array(3.0), shape=jnp.array(4.0))})
+    with pytest.raises(ValueError, match=r"a Normal of 2 children without keys at 'dist'.* another class"):
+        plan(path)
+
+
+def test_unmarked_files_load_by_position(path):
+    saving.save(path, normal(loc=3.0))
+    data = path.read_bytes()
+    lying(path, (data, 8 + int.from_bytes(data[:8], "little")), lambda words: words.pop("unkeyed") and None)
+    assert float(saving.load(path, OTHERS["another class"])["dist"].rate) == 3
+    assert float(saving.plan(path, OTHERS["another class"])(path)["dist"].rate) == 3
+    flat = {"dist.0": np.array(3, "f4"), "dist.1": np.array(4, "f4")}
+    for arrays in (flat, {"dist": dict(zip("01", flat.values(), strict=True))}):  # as of PyTorch, and of Orbax
+        assert float(saving.plan(arrays, normal())(arrays)["dist"].loc) == 3
+
+
+def test_messages_are_marked_too():
+    message = saving.dumps(normal(loc=3.0))
+    assert float(saving.loads(message, normal())[0]["dist"].loc) == 3
+    with pytest.raises(ValueError, match=r"'dist' is a Normal of 2 children .* in the message"):
+        saving.loads(message, OTHERS["another class"])
