@@ -88,7 +88,7 @@ def test_a_folder_and_its_index_are_the_files_of_a_checkpoint(tmp_path):
     (tmp_path / "other.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"'fc\.bias' is in two of the files .*of-something-else\.safetensors"):
         saving.plan(tmp_path, model)
-    with pytest.raises(ValueError, match=r"other.*is no index: expected JSON with a weight_map of files \(KeyError"):
+    with pytest.raises(ValueError, match=r"other.*is no index, JSON with a weight_map of files: KeyError"):
         saving.plan(tmp_path / "other.safetensors.index.json", model)
 
 

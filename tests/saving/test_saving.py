@@ -218,11 +218,11 @@ _OTHERS = {
     "PyTorch": (_archive("model/data.pkl", "model/data/0"), r"as PyTorch writes it; .*safetensors\.torch\.save_file"),
     "PyTorch, before": (
         b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-        "as PyTorch writes it; .*convert it once with PyTorch",
+        "as PyTorch writes it; .*with PyTorch",
     ),
     "TorchScript": (
         _archive("m/data.pkl", "m/constants.pkl", "m/code/a.py"),
-        r"TorchScript; .*torch\.jit\.load\(path\)",
+        r"TorchScript; .*torch\.jit\.load",
     ),
     "np.savez": (_archive("w.npy"), r"np\.savez; .*saving\.plan\(np\.load\(path\), model\)"),
     "Flax": (msgpack_serialize({"params": {"w": np.ones(2)}}), r"MessagePack, as Flax .*msgpack_restore"),

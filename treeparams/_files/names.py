@@ -192,9 +192,7 @@ def _parts_of(path: str) -> list[str]:
         with open(path, encoding="utf-8") as file:
             names = dict.fromkeys(map(str, json.load(file)["weight_map"].values()))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{path!r} is no index: expected JSON with a weight_map of files ({in_short(error)})"
-        ) from None
+        raise ValueError(f"{path!r} is no index, JSON with a weight_map of files: {in_short(error)}") from None
     return [os.path.join(os.path.dirname(path), name) for name in names]
 
 
