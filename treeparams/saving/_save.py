@@ -21,6 +21,7 @@ from .._tree.types import PyTree
 from ..optim import ModelTransformation
 from ._contents import Contents, places_in_words, state_in_words
 from ._opaque import lost_arrays
+from ._resume import with_histories
 from ._unlike import unlike_joined, unlike_leaves, unlike_states, unlike_ties
 
 M = TypeVar("M")
@@ -196,8 +197,8 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
             You get functions, other objects and static fields from it. Arrays go where its arrays are: to their
             devices, with their sharding, in NumPy or in JAX. A ref (`jax.new_ref`) stays that ref: its array is written
             into it, after all of the file is checked. A leaf may be a `jax.ShapeDtypeStruct`; it gets the ties of the
-            file. A state of an optimiser must have the same histories as the saved one. The state that `tx.init`
-            returns has one history; if the saved state has others, the error shows the calls that make them.
+            file. For a state of an optimiser `tx.init(model)` is enough: the file says which parameters train, wait,
+            and took their steps together.
         checksum: whether to compare the arrays with their checksums.
 
     Returns:
@@ -217,7 +218,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
             f"{file.source.name} was not written by saving.save, so it does not record ties; write "
             "saving.plan(path, model)(path), which maps arrays by name"
         )
-    contents = Contents(like)
+    contents = Contents(with_histories(like, file.words["states"], file.specs))
     leaves = fitted(contents, file)
     return filled(contents, leaves, file.words, file.arrays(file.specs, checksum))
 
