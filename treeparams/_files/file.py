@@ -1,5 +1,6 @@
 """A file of named arrays: written whole or not at all, and read one array at a time."""
 
+import contextlib
 import functools
 import json
 import re
@@ -72,6 +73,16 @@ class File:
         """The checksum of each array, if the file has them."""
         said = [self._said[i : i + len(_BLANK)] for i in range(0, len(self._said), len(_BLANK))]
         return dict(zip(self._arrays, said, strict=True)) if self.is_ours else {}
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """Names the file where its words turn out to be of another kind than `save` writes."""
+        try:
+            yield
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            if self.source.name in str(error):
+                raise
+            raise self.source.wrong(f"its description of a state cannot be read: {in_short(error)}") from error
 
     def dtype(self, name: str) -> Any:
         """Returns the dtype of an array as it was saved, which JAX without x64 may lack."""

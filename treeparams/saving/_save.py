@@ -218,8 +218,11 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
             f"{file.source.name} was not written by saving.save, so it does not record ties; write "
             "saving.plan(path, model)(path), which maps arrays by name"
         )
-    contents = Contents(with_histories(like, file.words["states"], file.specs))
-    leaves = fitted(contents, file)
+    with file.understood():
+        like = with_histories(like, file.words["states"], file.specs)
+    contents = Contents(like)
+    with file.understood():
+        leaves = fitted(contents, file)
     return filled(contents, leaves, file.words, file.arrays(file.specs, checksum))
 
 
