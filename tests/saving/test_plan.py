@@ -308,7 +308,7 @@ def test_a_name_that_matches_two_stacks():
 
 
 WRONG_TYPES = {
-    "left": ({3: "x"}, None, "a left side of rename must be a name, a glob or a tuple of these, got 3"),
+    "left": ({3: "x"}, None, "a left side of rename must be a name, a glob or several of these, got 3"),
     "right": ({"a": 3}, None, "a right side of rename must be .*, or None, got 3"),
     "none": ({"a": ()}, None, r"a right side of rename must be .*, or None, got \(\)"),
     "no text": ({("a", 1): "x"}, None, r"a left side of rename must be .*, got \('a', 1\)"),
@@ -412,7 +412,7 @@ def test_how_is_the_name_of_what_is_done():
 def test_what_stays_as_it_is_is_named_under_none():
     model = {"a": ramp(2), "new": {"w": ramp(2), "b": ramp(1)}, "other": ramp(3)}
     source = {"a": np.ones(2, np.float32)}
-    plan = saving.plan(source, model, rename={None: ("new.**", "other")})
+    plan = saving.plan(source, model, rename={None: ["new.**", "other"]})
     assert (plan.missing, plan.unused, plan.disagrees) == ((), (), ())
     assert [line.split()[2] for line in str(plan).splitlines() if " - " in line] == ["stays"] * 3
     assert_same(plan(source), model | {"a": jnp.ones(2)})

@@ -1,6 +1,8 @@
 """saving.plan: from whatever has names, into whatever model: ties, traces, devices."""
 
+import json
 import pathlib
+import re
 
 import equinox as eqx
 import jax
@@ -67,6 +69,50 @@ def test_sources(sources):
         assert [(each.path, *each.names) for each in plan.rows] == rows, name
         for arrays in values.values() if name in ("flat", "layout") else [_FLAT]:
             assert assert_same(plan(arrays), want) == 3
+
+
+def test_a_folder_and_its_index_are_the_files_of_a_checkpoint(tmp_path):
+    model = jax.tree.map(jnp.zeros_like, _FLAT)
+    with pytest.raises(ValueError, match=r"the folder '.*' has no \*\.safetensors; it has nothing"):
+        saving.plan(tmp_path, model)
+    for name, array in _FLAT.items():
+        safetensors.numpy.save_file({name: array}, tmp_path / f"part-{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    said = {"metadata": {"total_size": 9}, "weight_map": {name: f"part-{name}.safetensors" for name in _FLAT}}
+    want = jax.tree.map(jnp.asarray, _FLAT)
+    assert_same(saving.plan(tmp_path, model)(tmp_path), want)
+    index.write_text(json.dumps(said))
+    safetensors.numpy.save_file(_FLAT, tmp_path / "of-something-else.safetensors")  # the index does not name it
+    for source in (tmp_path, str(tmp_path), index):
+        assert_same(saving.plan(source, model)(source), want)
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"'fc\.bias' is in two of the files .*of-something-else\.safetensors"):
+        saving.plan(tmp_path, model)
+    with pytest.raises(ValueError, match=r"other.*is no index, JSON with a weight_map of files: KeyError"):
+        saving.plan(tmp_path / "other.safetensors.index.json", model)
+
+
+def test_metadata_of_hugging_face_are_further_names_of_tied_tensors(tmp_path):
+    path = tmp_path / "model.safetensors"
+    said = {"format": "pt", "shared.weight": "lm_head.weight", "encoder.weight": "lm_head.weight"}
+    safetensors.numpy.save_file({"lm_head.weight": row(3, 2)}, path, metadata=said)
+    names = ["shared.weight", "encoder.weight", "lm_head.weight"]
+    untied = saving.plan(path, {name: ramp(3, 2) for name in names})(path)
+    for name in names:
+        np.testing.assert_array_equal(untied[name], row(3, 2))
+    plan = saving.plan(path, {"wte": ramp(3, 2)}, rename={"shared.weight": "wte"})
+    assert (plan.rows[0].names, plan.unused) == (("shared.weight",), ())
+    np.testing.assert_array_equal(plan(path)["wte"], row(3, 2))
+    saving.save(path, {"w": ramp(2)}, metadata={"best": "w"})  # a text of the user
+    assert saving.names(path).keys() == {"w"}
+
+
+def test_an_optional_prefix_in_one_line(tmp_path):
+    for prefix in ("", "module.", "_orig_mod."):
+        path = tmp_path / "model.safetensors"
+        safetensors.numpy.save_file({f"{prefix}{name}": array for name, array in _FLAT.items()}, path)
+        plan = saving.plan(path, _FLAT, rename=lambda name: re.sub("^(module|_orig_mod)[.]", "", name))
+        assert_same(plan(path), _FLAT)
 
 
 def test_another_spec_than_planned():

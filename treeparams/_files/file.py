@@ -1,7 +1,9 @@
 """A file of named arrays: written whole or not at all, and read one array at a time."""
 
+import contextlib
 import functools
 import json
+import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,6 +73,16 @@ class File:
         """The checksum of each array, if the file has them."""
         said = [self._said[i : i + len(_BLANK)] for i in range(0, len(self._said), len(_BLANK))]
         return dict(zip(self._arrays, said, strict=True)) if self.is_ours else {}
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """Names the file where its words turn out to be of another kind than `save` writes."""
+        try:
+            yield
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            if self.source.name in str(error):
+                raise
+            raise self.source.wrong(f"its description of a state cannot be read: {in_short(error)}") from error
 
     def dtype(self, name: str) -> Any:
         """Returns the dtype of an array as it was saved, which JAX without x64 may lack."""
@@ -145,34 +157,66 @@ def _neighbours(names: list[str], arrays: Mapping[str, Stored]) -> Iterator[list
         yield together
 
 
+_TRUST = "; reading one can run any code, so treeparams does not. If you trust it, convert it once"
+_TORCH = (
+    f'is a pickle, as PyTorch writes it{_TRUST} with PyTorch: arrays = torch.load(path, map_location="cpu", '
+    "weights_only=True), of a checkpoint of several parts the part with the weights, and then "
+    "safetensors.torch.save_file({name: array.contiguous().clone() for name, array in arrays.items()}, "
+    '"model.safetensors")'
+)
+_TORCH_SCRIPT = (
+    f"is a program of TorchScript{_TRUST} with PyTorch: arrays = torch.jit.load(path).state_dict(), and then "
+    "safetensors.torch.save_file({name: array.contiguous().clone() for name, array in arrays.items()}, "
+    '"model.safetensors")'
+)
+_PICKLE = f"is a pickle{_TRUST}: with open(path, 'rb') as file: saving.save(\"model.safetensors\", pickle.load(file))"
+_SAVEZ = "was written by np.savez; use np.load(path) as source: saving.plan(np.load(path), model)"
+_FLAX = (
+    "looks like MessagePack, as Flax writes it; read it with flax.serialization.msgpack_restore(file.read()), and use "
+    "the result as source"
+)
+_ONNX = (
+    "looks like a program of ONNX; use its arrays by name as source: {each.name: onnx.numpy_helper.to_array(each) for "
+    "each in onnx.load(path).graph.initializer}"
+)
+_OTHERS = {
+    b"\x93numpy": "was written by NumPy, as by eqx.tree_serialise_leaves; read it with "
+    "eqx.tree_deserialise_leaves(path, like), and save the result",
+    b"\x89hdf\r\n": "is of HDF5; open it with h5py.File, and use its datasets by name as source",
+    b"gguf": "is of GGUF; use its arrays by name as source: {each.name: each.data for each in "
+    "gguf.GGUFReader(path).tensors}, of which quantised ones are bytes",
+    b"version https://git-lfs": "is a pointer of Git LFS in place of the file; run git lfs pull",
+    b"<!doctype html": "is a web page, as a failed download leaves it; download the file again",
+    b"<html": "is a web page, as a failed download leaves it; download the file again",
+}
+_MAGIC_OF_TORCH = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # of its pickles before they were zip archives
+
+
 def _refuse_other(source: OnDisk) -> None:
-    """Rejects the files of other programs, with the line that reads them."""
-    start, name = source.read(0, min(4, source.size))[0].tobytes(), source.name
-    if start == b"\x93NUM":
-        raise ValueError(
-            f"{name} was written by NumPy, as by eqx.tree_serialise_leaves; read it with "
-            "eqx.tree_deserialise_leaves(path, like), and save the result"
-        ) from None
-    if _is_of_savez(source.path):
-        raise ValueError(
-            f"{name} was written by np.savez; use np.load(path) as source: saving.plan(np.load(path), model)"
-        ) from None
+    """Rejects the files of other programs, with the lines that read them."""
+    start = source.read(0, min(1024, source.size))[0].tobytes()
+    text = start.lstrip().lower()
+    if zipfile.is_zipfile(source.path):
+        what = _of_archive(source.path)
     # The length of a header may begin with the same two bytes, but a zero follows, which no pickle has there.
-    is_pickle = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] != b"\0"
-    if is_pickle or start[:4] == b"PK\3\4":
-        raise ValueError(
-            f"{name} is a pickle, as PyTorch writes it; reading one can run any code, so treeparams does not. "
-            "If you trust it, convert it once with PyTorch: arrays = torch.load(path, "
-            'map_location="cpu", weights_only=True), safetensors.torch.save_file({name: array.contiguous().clone() '
-            'for name, array in arrays.items()}, "model.safetensors")'
-        ) from None
+    elif start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] != b"\0":
+        what = _TORCH if start[2:].startswith(_MAGIC_OF_TORCH) else _PICKLE
+    elif re.match(rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]{2}", start, re.DOTALL):  # a map, and a text
+        what = _FLAX
+    elif re.match(rb"\x08[\x01-\x20](\x12[\x01-\x40][ -~]|\x3a)", start):  # its version, and its author or its graph
+        what = _ONNX
+    else:
+        what = next((what for begins, what in _OTHERS.items() if text.startswith(begins)), None)
+    if what:
+        raise ValueError(f"{source.name} {what}") from None
 
 
-def _is_of_savez(path: str) -> bool:
-    if not zipfile.is_zipfile(path):
-        return False
+def _of_archive(path: str) -> str:
     with zipfile.ZipFile(path) as archive:
-        return any(name.endswith(".npy") for name in archive.namelist())
+        names = archive.namelist()
+    if any(name.endswith(".npy") for name in names):
+        return _SAVEZ
+    return _TORCH_SCRIPT if any(name.endswith("/constants.pkl") for name in names) else _TORCH
 
 
 def _words(source: Source, header: Header) -> dict[str, Any]:

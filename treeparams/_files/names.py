@@ -1,16 +1,19 @@
 """Named arrays, each read when you access it; and names as files spell them."""
 
 import collections
+import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._tree.paths import join_path, nearest, quote, split_path, unquote
 from .._tree.structure import Spec
-from .._tree.text import describe
+from .._tree.text import describe, first_few, in_short
 from .file import File, file_at
 from .values import Value, from_words
 from .words import values_in
+
+_INDEX = ".safetensors.index.json"  # Hugging Face's list of the files that a checkpoint is in
 
 
 def name_of(path: str) -> str:
@@ -171,18 +174,40 @@ def _without_value(name: str) -> Any:
 
 
 def names_in(source: object) -> Names | None:
-    """Returns the names in a file or in several files; `Names` unchanged; and `None` for any other source."""
+    """Returns the names in a file, a list of files or a folder; `Names` unchanged; and `None` for any other source."""
     if isinstance(source, Names):
         return source
     several: Sequence[Any] = source if isinstance(source, (list, tuple)) else [source]
     if not several or not all(isinstance(each, (str, os.PathLike)) for each in several):
         return None
-    return _of_several([_of_file(file_at(path)) for path in several])
+    return _of_several([part for path in several for part in _parts_of(os.fsdecode(path))])
+
+
+def _parts_of(path: str) -> list[str]:
+    """Returns the files of a checkpoint: of a folder or of an index those that hold its arrays; else the path alone."""
+    if os.path.isdir(path):
+        there = sorted(os.listdir(path))
+        indices = [name for name in there if name.endswith(_INDEX)]
+        found = indices if len(indices) == 1 else [name for name in there if name.endswith(".safetensors")]
+        if not found:
+            raise ValueError(f"the folder {path!r} has no *.safetensors; it has {first_few(there) or 'nothing'}")
+        return [part for name in found for part in _parts_of(os.path.join(path, name))]
+    if not path.endswith(_INDEX):
+        return [path]
+    try:
+        with open(path, encoding="utf-8") as file:
+            names = dict.fromkeys(map(str, json.load(file)["weight_map"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path!r} is no index, JSON with a weight_map of files: {in_short(error)}") from None
+    return [os.path.join(os.path.dirname(path), name) for name in names]
 
 
 def _of_file(file: File) -> Names:
     ties = file.words["ties"]
     aliases = {alias: source for alias, (source, transforms) in ties.items() if not transforms}
+    # Hugging Face writes a tied tensor once, and its other names as metadata: a name, and the one that it is stored by.
+    also = {} if file.is_ours else file.metadata
+    aliases |= {alias: to for alias, to in also.items() if to in file.specs and alias not in file.specs}
     specs = {**file.specs, **{alias: file.specs[source] for alias, source in aliases.items()}}
     stored = {name: aliases.get(name, name) for name in specs}
     numbers = {path: from_words(said) for path, said in values_in(file.words).items()}
@@ -191,13 +216,14 @@ def _of_file(file: File) -> Names:
     return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], said, marks, computed)
 
 
-def _of_several(files: Sequence[Names]) -> Names:
+def _of_several(paths: Sequence[str]) -> Names:
     """Returns the names of several files together, such as those of a model that is saved in shards."""
+    files = [_of_file(file_at(path)) for path in paths]
     owners: dict[str, Names] = {}
     for file in files:
         for name in file.specs:
             if name in owners:
-                raise ValueError(f"{name!r} is in two of the files")
+                raise ValueError(f"{name!r} is in two of the files {first_few(paths)}; pass those that belong together")
             owners[name] = file
     said = [dict(file.numbers) for file in files if file.numbers is not None]
     marks = [dict(file.unkeyed) for file in files if file.unkeyed is not None]

@@ -20,6 +20,7 @@ from .._slots.layout import Trainable, index_of
 from .._slots.said import declared_frozen
 from .._slots.ties import Alias, find_ties
 from .._slots.trainable import look_up
+from .._tree.copying import copy_leaf
 from .._tree.dtypes import Array
 from .._tree.paths import join_path, quote
 from .._tree.recognise import structure_of
@@ -48,12 +49,10 @@ class Contents:
         self._refs = {i: leaves[i] for i in structure.refs}
         self.leaves = [leaves[i] if i not in self._refs else value_of(leaves[i]) for i in range(len(leaves))]
         ties = find_ties(structure) if trainable is None else look_up(structure, trainable)[1].ties
-        self.aliases = {alias.leaf: alias for alias in ties}
+        # Identity ties trained parameters, and nothing else: any other array is written and read at its own path.
+        apart = self.in_states if trainable is not None else self.in_states | self.frozen
+        self.aliases = {each.leaf: each for each in ties if each.is_said or apart.isdisjoint(each[:2])}
         arrays = [i for i, spec in enumerate(structure.specs) if spec is not None]
-        # Ties are of parameters, but integers and keys may be one array too: they are stored once all the same.
-        for i in arrays:
-            if structure.first[i] != i and not structure.is_parameter(i):
-                self.aliases[i] = Alias(i, structure.first[i], ())
         self.names = {i: name_of(structure.paths[i]) for i in arrays}
 
     @property
@@ -114,6 +113,8 @@ class Contents:
             if alias.source in values:
                 value = alias.value_from(leaves[alias.source], self.structure.spec(alias.source))
                 leaves[i] = placed(self.names[i], value, self.leaves[i]) if alias.transforms else value
+                if i in self.in_states:  # of a file that has a shared array of a state once; a donated one is its own
+                    leaves[i] = copy_leaf(leaves[i])
         return leaves
 
     def tree(self, leaves: Sequence[Any]) -> PyTree:
@@ -140,6 +141,12 @@ class Contents:
         return dict(zip(paths, nodes_of(cls, jtu.tree_unflatten(self.treedef, self.leaves)), strict=True))
 
     @functools.cached_property
+    def in_states(self) -> frozenset[int]:
+        """The leaves of these states."""
+        spans = [range(node.start, node.stop) for node in self.structure.nodes if issubclass(node.cls, TrainableState)]
+        return frozenset(i for span in spans for i in span)
+
+    @functools.cached_property
     def abstract(self) -> frozenset[int]:
         """The arrays without values."""
         return frozenset(i for i in self.names if isinstance(self.leaves[i], jax.ShapeDtypeStruct))
@@ -148,10 +155,6 @@ class Contents:
     def frozen(self) -> frozenset[int]:
         """The parameters that classes declare frozen."""
         return declared_frozen(self.structure)
-
-    def is_tied(self, i: int) -> bool:
-        """Returns whether a leaf is tied to those that are the same array; what does not train is free of them."""
-        return self.structure.is_parameter(i) and i not in self.frozen
 
     def digest(self, aliases: Mapping[int, Alias]) -> str:
         """Returns the digest of the tree's layout, `tp.layout(tree).digest`, for these aliases."""
@@ -186,7 +189,7 @@ def state_in_words(state: TrainableState) -> dict[str, Any]:
         "slots": slots,
         "running": [[paths[i] for i in positions] for positions in roles.running],
         "held": [[paths[i] for i in positions] for positions in roles.held],
-        "origins": [roles.origins.index(origin) for origin in roles.origins],  # their numbers mean nothing
+        "origins": list(roles.origins),
         "divisions": [_division_in_words(run, division, numbers) for run, division in pairs],
     }
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._files.arrays import Like, as_in_jax, in_numpy, placed, placed_in_turn
+from .._files.arrays import Like, as_in_jax, in_numpy, placed_in_turn
 from .._files.names import Names, heads_of, spelt_as
 from .._tree.copying import copy_leaf
 from .._tree.dtypes import Array
@@ -95,8 +95,7 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
     values = {i: made.copy() if is_looked_at(made) else made for i, made in placed_in_turn(coming())}
     leaves = contents.leaves_with(values)
     for move, value in besides:
-        if not _is_same(move, value, leaves[move.leaf], contents):
-            leaves[move.leaf] = placed(names[move.leaf], value, contents.leaves[move.leaf])
+        _check_same(move, value, leaves[move.leaf], contents)
     return leaves
 
 
@@ -136,12 +135,9 @@ def _are_equal(one: Array, other: Array) -> bool:
     return bool(np.all((one == other) | ((one != one) & (other != other))))
 
 
-def _is_same(move: Move, value: Array, have: Array, contents: Contents) -> bool:
-    """Returns whether an array for a tie is the one already there; raises an error if it differs and the tie trains."""
+def _check_same(move: Move, value: Array, have: Array, contents: Contents) -> None:
+    """Rejects an array for a tie that differs from the one already there."""
     alias, names = contents.aliases.get(move.leaf), contents.short_names
-    is_free = not contents.is_tied(move.leaf) and not (alias and alias.transforms)
-    if is_free and isinstance(value, Tracer):
-        return False
     if alias and alias.transforms and not isinstance(value, Tracer) and not isinstance(have, Tracer):
         # An alias that is computed, as a norm or an inverse, is the same up to half of its digits.
         value, have = in_numpy(value), in_numpy(have)
@@ -150,10 +146,9 @@ def _is_same(move: Move, value: Array, have: Array, contents: Contents) -> bool:
         is_same = np.allclose(value.astype(wide), have.astype(wide), tolerance, tolerance, equal_nan=True)
     else:
         is_same = _are_equal(value, have)
-    if not is_same and not is_free:
+    if not is_same:
         raise ValueError(
             f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is tied to "
             f"{names[alias.source if alias else move.leaf]!r}, but another array goes there; drop one of them, "
             f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
         )
-    return is_same

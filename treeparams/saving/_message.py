@@ -12,6 +12,7 @@ from .._forms.makers import tree_of
 from .._tree.text import first_few, first_lines
 from ._contents import Contents
 from ._parameters import form_from, inventory, layout_and_form, parts_of
+from ._resume import with_histories
 from ._save import filled, fitted, leaves_in, named_if_deleted, stored_in
 from ._unlike import unlike_leaves
 
@@ -201,6 +202,8 @@ def _check_version(received: Message, have: Version | None) -> None:
 
 def _tree_of(received: Message, have: Any) -> Any:
     """Returns the tree that a message makes from another tree."""
+    if received.since is None:
+        have = with_histories(have, received.words["states"], received.specs)
     contents = Contents(have)
     known, said = contents.aliases, received.words["layout"]
     if received.since is not None:

@@ -266,10 +266,10 @@ def plan(
 
     Args:
         source: arrays by name. This can be a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a
-            safetensors file, of which only the header is read, or a list of several; the result of `np.load` for an
-            `.npz` file; the result of `saving.names`; Orbax's metadata of a checkpoint, `checkpointer.metadata(path)`;
-            another model or a `Layout`, whose names are its paths; or another plan, which counts as the model that it
-            makes.
+            safetensors file, of which only the header is read, or a list of several; a folder of such files, or its
+            `model.safetensors.index.json`; the result of `np.load` for an `.npz` file; the result of `saving.names`;
+            Orbax's metadata of a checkpoint, `checkpointer.metadata(path)`; another model or a `Layout`, whose names
+            are its paths; or another plan, which counts as the model that it makes.
         model: the model to fill, ties once. Its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`). The
             keys of a flat dictionary, such as `layers.0.weight`, are names too.
         rename: a dictionary as above, or a function of a name that returns the new name, or `None` to drop it.

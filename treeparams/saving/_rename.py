@@ -18,7 +18,7 @@ from .._tree.structure import Spec
 from .._tree.text import describe, function_name, in_short
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
-"""`{left: right}`, where a side is a glob or a tuple of globs, and the right may be `None`; or a function of a name."""
+"""`{left: right}`, where a side is a glob or several, and the right may be `None`; or a function of a name."""
 Transforms = Mapping[Any, Callable[..., Any]]
 Stars = tuple[Star, ...]
 
@@ -128,10 +128,10 @@ def routes(
 
 
 def _side(side: object, which: str) -> tuple[Glob, ...]:
-    texts = (side,) if isinstance(side, str) else side
+    texts = (side,) if isinstance(side, str) else tuple(side) if isinstance(side, list) else side
     if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
         also = ", or None" if which == "right" else ""
-        raise TypeError(f"a {which} side of rename must be a name, a glob or a tuple of these{also}, got {side!r}")
+        raise TypeError(f"a {which} side of rename must be a name, a glob or several of these{also}, got {side!r}")
     return tuple(map(Glob, texts))
 
 

@@ -23,6 +23,7 @@ from .._tree.types import PyTree
 from ..optim import ModelTransformation
 from ._contents import Contents, places_in_words, state_in_words
 from ._opaque import lost_arrays
+from ._resume import with_histories
 from ._unlike import unlike_joined, unlike_leaves, unlike_nodes, unlike_states, unlike_ties
 
 M = TypeVar("M")
@@ -205,12 +206,11 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     Args:
         path: the path of a file that `save` wrote.
         like: a tree with the same structure, shapes and dtypes, with numbers where the file has numbers, and with the
-            same ties of what trains. You get functions, other objects and static fields from it. Arrays go where its
-            arrays are: to their devices, with their sharding, in NumPy or in JAX. A ref (`jax.new_ref`) stays that ref:
-            its array is written into it, after all of the file is checked. A leaf may be a `jax.ShapeDtypeStruct`; it
-            gets the ties of the file. A state of an optimiser must have the same histories as the saved one. The state
-            that `tx.init` returns has one history; if the saved state has others, the error shows the calls that make
-            them.
+            same ties of trained parameters. You get functions, other objects and static fields from it. Arrays go where
+            its arrays are: to their devices, with their sharding, in NumPy or in JAX. A ref (`jax.new_ref`) stays that
+            ref: its array is written into it, after all of the file is checked. A leaf may be a `jax.ShapeDtypeStruct`;
+            it gets the ties of the file. For a state of an optimiser `tx.init(model)` is enough: the file says which
+            parameters train, wait, and took their steps together.
         checksum: whether to compare the arrays with their checksums.
 
     Returns:
@@ -230,8 +230,11 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
             f"{file.source.name} was not written by saving.save, so it does not record ties; write "
             "saving.plan(path, model)(path), which maps arrays by name"
         )
+    with file.understood():
+        like = with_histories(like, file.words["states"], file.specs)
     contents = Contents(like)
-    leaves = fitted(contents, file)
+    with file.understood():
+        leaves = fitted(contents, file)
     return filled(contents, leaves, file.words, file.arrays(file.specs, checksum))
 
 

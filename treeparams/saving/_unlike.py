@@ -15,9 +15,9 @@ from .._files.values import from_words
 from .._files.words import histories_in, specs_in, values_in
 from .._slots.layout import index_of
 from .._tree.paths import join_path, nearest
-from .._tree.structure import Spec
 from .._tree.text import describe, quoted
 from ._contents import Contents, places_in_words, state_in_words
+from ._resume import form_of, together
 
 _ARRAYS_ALONE = "; saving.plan(path, tree)(path) loads only the arrays of the file, no numbers"
 
@@ -135,26 +135,26 @@ def _leaf_in_words(contents: Contents, i: int) -> str:
 
 
 def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
-    """Yields a sentence for each tie that only the tree or only the file has."""
-    aliases, first = contents.aliases, contents.structure.first
-    names = {i: name for name, i in leaves.items()}
+    """Yields a sentence for each tie of trained parameters that only the tree or only the file has."""
+    aliases, apart = contents.aliases, contents.in_states | contents.frozen
+    names = {i: name for name, i in leaves.items() if contents.structure.is_parameter(i) and i not in apart}
     roots = {i: aliases[i].source if i in aliases else i for i in names}
     for alias, (source, transforms) in file.words["ties"].items():
-        if alias not in leaves or source not in leaves:
+        here, there = leaves.get(alias), leaves.get(source)
+        if here is None or there is None or not (transforms or {here, there} <= names.keys()):
             continue
-        here, there = leaves[alias], leaves[source]
         if transforms:
-            if here not in aliases or (roots[here], str(aliases[here])) != (roots[there], transforms):
+            if here not in aliases or (aliases[here].source, str(aliases[here])) != (there, transforms):
                 yield (
                     f"{alias!r} is {transforms} of {source!r} in the {file.noun}, but the tree declares no such tie:"
                     f" declare it, tp.field(tied_to=..., transform={transforms})"
                 )
-        elif contents.is_tied(here) and roots[here] != roots[there] and not {here, there} & contents.abstract:
+        elif roots[here] != roots[there] and not {here, there} & contents.abstract:
             call = f"tp.tie(model, {alias!r}, to={source!r})"
             yield f"{alias!r} and {source!r} are one array in the {file.noun} only: {call}"
     for i, name in names.items():
-        same = names[first[i]]
-        if contents.is_tied(i) and same != name and {same, name} <= file.specs.keys():
+        same = names.get(contents.structure.first[i], name)
+        if same != name and {same, name} <= file.specs.keys():
             yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
 
 
@@ -165,7 +165,7 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
         if there is None:
             yield from _unlike_optax(path, here, file)
             continue
-        form, other = _form_of(here), _form_of(there)
+        form, other = form_of(here), form_of(there)
         if form != other:
             names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
             yield (
@@ -173,24 +173,13 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
                 f"converts it:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
             )
             continue
-        if _histories_in(here) == _histories_in(there):
-            continue
         structure = index_of(state.layout).structure
         known = dict(zip(structure.paths, structure.specs, strict=True))
-        if not specs_in(there).items() <= known.items():  # the names and shapes of arrays tell, or `unlike_joined`
-            continue
-        yield (
-            f"the state at {path!r} has other histories than the tree's: {_counts_in(there)} in the {file.noun}, "
-            f"{_counts_in(here)} in the tree. These calls make a state like the saved one:\n{_calls_for(there)}"
-        )
-
-
-def _form_of(words: Mapping[str, Any]) -> str:
-    """Returns the name of the function of `optim` that makes a state: of separate arrays, a vector or stacks."""
-    blocks = [block for each in words["divisions"] for block in each["blocks"]]
-    if any(has_rows for _, _, has_rows in blocks):
-        return "stacked"
-    return "flat" if any(starts for _, starts, _ in blocks) else "trainable"
+        if together(here) != together(there) and specs_in(there).items() <= known.items():  # else its arrays tell
+            yield (
+                f"the state at {path!r} has other histories than the tree's, {_counts_in(there)} in the {file.noun} "
+                f"and {_counts_in(here)} in the tree, and its rule does not keep its state leaf by leaf"
+            )
 
 
 def _unlike_optax(path: str, words: Mapping[str, Any], file: File) -> Iterator[str]:
@@ -201,7 +190,7 @@ def _unlike_optax(path: str, words: Mapping[str, Any], file: File) -> Iterator[s
     ends = tuple([f".{name}" for name, *_ in words["slots"]])
     if not is_ours and any(name.endswith(ends) for name in names):
         yield (
-            f"the state at {path!r} is one of plain Optax in the {file.noun}, of optim.{_form_of(words)} in the tree: "
+            f"the state at {path!r} is one of plain Optax in the {file.noun}, of optim.{form_of(words)} in the tree: "
             "load it into a state of plain Optax, and write state = optim.from_optax(tx, state, model)"
         )
 
@@ -245,42 +234,7 @@ def _pieces_in(words: Mapping[str, Any] | None) -> dict[tuple[str, ...], list[st
     }
 
 
-def _histories_in(words: Mapping[str, Any]) -> tuple[dict[str, Spec], dict[tuple[str, ...], frozenset[str]]]:
-    """Returns the parameters of a state; and for each history, the parameters of all histories with its origin."""
-    histories, origins = histories_in(words), words["origins"]
-    together = _by_origin(origins, [history.parameters for history in histories])
-    # The numbers of origins mean nothing: two states agree if the same histories have one origin.
-    pairs = zip(histories, origins, strict=True)
-    return specs_in(words), {history.key: frozenset(together[origin]) for history, origin in pairs}
-
-
-def _by_origin(origins: Sequence[int], several: Sequence[list[str]]) -> dict[int, list[str]]:
-    """Returns the parameters of all histories with the same origin, by origin."""
-    together: dict[int, list[str]] = {}
-    for origin, paths in zip(origins, several, strict=True):
-        together.setdefault(origin, []).extend(paths)
-    return together
-
-
 def _counts_in(words: Mapping[str, Any]) -> str:
     """Describes how many parameters each history has."""
     running, held = (", ".join(str(len(each)) for each in words[side]) for side in ("running", "held"))
     return f"of {running or 'no'} parameters" + (f" and {held} that wait" if held else "")
-
-
-def _calls_for(words: Mapping[str, Any]) -> str:
-    """Returns the calls that make a state with these histories."""
-    whole = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
-    running, held = ([[at for p in paths for at in whole[p]] for paths in words[side]] for side in ("running", "held"))
-    # Parameters that begin to train later than others have another history. So one call for each origin thaws its
-    # parameters, together with all that trained before. The first call resets the history that `init` began for all
-    # parameters. The last call freezes those that wait.
-    lines, trained = ["state = tx.init(model)"], list[str]()
-    for paths in _by_origin(words["origins"], [*running, *held]).values():
-        trained += paths
-        reset = ", reset=True" if len(lines) == 1 else ""
-        lines.append(f"state = optim.set_trainable(tx, state, model, {trained}{reset})")
-    if held:
-        now = [path for paths in running for path in paths] or "jax.tree.map(lambda _: False, model)"
-        lines.append(f"state = optim.set_trainable(tx, state, model, {now})")
-    return "\n".join(lines)
