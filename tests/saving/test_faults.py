@@ -250,7 +250,6 @@ LIES = {
     "complex numbers of no pairs": lambda words: words["marks"].update(first={"dtype": "complex64"}),
     "nodes without keys that are a list": lambda words: words.update(unkeyed=["Normal", 2]),
     "a node without keys that is a text": lambda words: words.update(unkeyed={"dist": "Normal"}),
-    "a node of fewer children than none": lambda words: words.update(unkeyed={"dist": ["Normal", -1]}),
     "states that are a list": lambda words: words.update(states=[STATE]),
     "a state that is a number": lambda words: words["states"].update(state=5),
     "a state of nothing": lambda words: words["states"].update(state=STATE),
