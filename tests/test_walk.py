@@ -73,6 +73,24 @@ def test_trees_of_other_types_match_by_path():
         assert jax.tree.structure(tp.project(model, other)) == jax.tree.structure(model)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_tuple_matches_a_list_of_its_paths_and_all_results_of_a_call_do_not(count):
+    model = [ramp(2) for _ in range(count)]
+    restructure = tp.ravel(model)[1]
+    np.testing.assert_array_equal(restructure.ravel_gradient(tuple(model)), restructure.ravel(model))
+    for results in ((ramp(), model), (model, ramp()), (model,)):
+        with pytest.raises(ValueError, match=rf"got a tuple of {len(results)}: if these are all results of one call"):
+            tp.project(model, results)
+
+
+@pytest.mark.parametrize("model", [{"a": ramp(2), "b": ramp(1)}, ramp(3)], ids=["tree", "array"])
+def test_nothing_anywhere_is_zeros(model):
+    for form in (tp.ravel, tp.stack):
+        flat, restructure = form(model)
+        assert_same(restructure.ravel_gradient(None), jax.tree.map(jnp.zeros_like, flat))
+    assert tp.project(model, None) == jax.tree.map(lambda _: None, model)
+
+
 def test_sequences_match_by_position_and_entries_at_frozen_leaves_are_ignored():
     model = Pair(ramp(2), [Norm(ramp(1), ramp(1)), {"c": ramp(3)}])
     other = {"second": {0: {"scale": np.ones(1), "mean": "not even an array"}, 1: {"c": np.zeros(3)}}}

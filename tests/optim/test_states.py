@@ -1,6 +1,8 @@
 """States of rules as copies of a form: which array is of which parameter, and all that follows from it."""
 
+import collections
 import gc
+import pickle
 import weakref
 
 import equinox as eqx
@@ -11,7 +13,7 @@ import optax
 import pytest
 
 import treeparams as tp
-from treeparams import optim
+from treeparams import optim, saving
 from treeparams._forms.makers import stacks_of, tree_of, vector_of
 from treeparams._forms.owners import divide
 
@@ -59,14 +61,12 @@ def test_in_stacks_an_array_has_a_row_for_each():
     assert None not in found.values()  # counts too
 
 
-def test_a_state_that_lists_its_arrays_is_divided():
-    listed = optax.GradientTransformation(
-        lambda params: [(jnp.zeros_like(leaf), jnp.zeros(())) for leaf in jax.tree.leaves(params)], None
+def _in_a_list(leaf):
+    """A rule that lists what it keeps for each leaf."""
+    return optax.GradientTransformation(
+        lambda params: [leaf(each) for each in jax.tree.leaves(params)],
+        lambda grads, state, params=None: (grads, state),
     )
-    form = tree_of(LAYOUT)
-    division = divide(listed.init, form, jax.eval_shape(listed.init, form.shapes()))
-    assert [owners.paths for owners in division.owners[::2]] == [(path,) for path in LAYOUT.paths]
-    assert {owners.place for owners in division.owners[::2]} == {((), ("0",))}
 
 
 def test_parameters_freeze_and_thaw_where_the_state_is_a_list():
@@ -75,9 +75,7 @@ def test_parameters_freeze_and_thaw_where_the_state_is_a_list():
         sums = [old + leaf for old, leaf in zip(state, leaves, strict=True)]
         return treedef.unflatten([-each for each in sums]), sums
 
-    tx = optim.trainable(
-        optax.GradientTransformation(lambda p: [jnp.zeros_like(x) for x in jax.tree.leaves(p)], update)
-    )
+    tx = optim.trainable(optax.GradientTransformation(_in_a_list(jnp.zeros_like).init, update))
     model = _pair() | {"c": jnp.ones((2, 2))}
     _, state = tx.update(tp.copy(model), tx.init(model), model)
     state = optim.set_trainable(tx, state, model, ("b", "c"))
@@ -86,22 +84,136 @@ def test_parameters_freeze_and_thaw_where_the_state_is_a_list():
     assert_same(updates, {"a": -2 * model["a"], "b": -3 * model["b"], "c": -3 * model["c"]})
 
 
-ONE_OF_ALL = optax.flatten(optax.adam(0.1))
+@pytest.mark.parametrize("form", [tree_of, stacks_of])
+def test_a_list_beside_a_tree_is_divided_by_number(form):
+    found = _owners(optax.chain(optax.adam(0.1), _in_a_list(lambda leaf: {"sum": jnp.zeros_like(leaf)})), form(LAYOUT))
+    listed = [each for path, each in found.items() if path.startswith("[1]")]
+    assert [each.paths for each in listed] == [each.paths for path, each in found.items() if "mu" in path]
+    assert {each.place for each in listed} == {(("1",), ("sum",))}
+
+
+def test_a_number_in_a_list_is_of_the_leaf_of_its_place():
+    found = _owners(_in_a_list(lambda leaf: (jnp.zeros_like(leaf), jnp.zeros(()))), tree_of(LAYOUT))
+    assert [found[f"[{i}][1]"].paths for i in range(4)] == [(path,) for path in LAYOUT.paths]
 
 
 @pytest.mark.parametrize(
-    "divides",
-    [
-        lambda tx, state, model: optim.set_trainable(tx, state, model, "a"),
-        lambda tx, state, model: tx.update({"a": model["a"]}, state, model),
-    ],
+    "model", [[ramp(2), ramp(2)], {"mu": [ramp(2)], "0": ramp(2), "nu": ramp(2)}], ids=["list", "names"]
 )
-def test_a_state_that_cannot_be_divided_trains_and_is_refused_where_it_would_have_to_be(divides):
-    tx, model = optim.trainable(ONE_OF_ALL), _pair()
+def test_a_parameter_may_be_called_as_the_state_is(model):
+    rule = optax.chain(optax.adam(0.1), optax.ema(0.9), optax.adam(0.1))
+    found = _owners(rule, tree_of(tp.layout(model)))
+    for place in (("0", "0", "mu"), ("1", "ema"), ("2", "0", "nu")):
+        paths = [each.paths[0] for each in found.values() if each is not None and each.place == (place, ())]
+        assert paths == list(tp.layout(model).paths)
+
+
+def _numbered(grads, state, params=None):
+    leaves, treedef = jax.tree.flatten(grads)
+    state = state + jnp.stack([jnp.mean(each**2) for each in leaves])
+    return treedef.unflatten([-leaf / jnp.sqrt(size) for leaf, size in zip(leaves, state, strict=True)]), state
+
+
+# Arrays of all parameters: they go into one another, or have one number for each, or for each pair.
+OF_ALL = {
+    "flatten": optax.flatten(optax.adam(0.1)),
+    "numbered": optax.GradientTransformation(lambda params: jnp.zeros(len(jax.tree.leaves(params))), _numbered),
+    "numbered in a chain": optax.chain(
+        optax.adam(0.1),
+        optax.GradientTransformation(
+            lambda p: {"n": jnp.zeros((len(jax.tree.leaves(p)),) * 2)}, lambda g, s, p: (g, s)
+        ),
+    ),
+}
+of_all = pytest.mark.parametrize("rule", OF_ALL.values(), ids=OF_ALL)
+NOT_BY_LEAF = "is not kept leaf by leaf, so it"
+
+
+@of_all
+def test_a_state_that_cannot_be_divided_trains_and_is_refused_where_it_would_have_to_be(rule, tmp_path):
+    tx, model = optim.trainable(rule), _pair()
     updates, state = tx.update(tp.copy(model), tx.init(model), model)
-    assert_close(updates, optax.adam(0.1).update(tp.copy(model), optax.adam(0.1).init(model), model)[0])
-    with pytest.raises(ValueError, match=r"is not kept leaf by leaf, so it cannot continue with some of the leaves"):
-        divides(tx, state, model)
+    assert_close(updates, rule.update(tp.copy(model), rule.init(model), model)[0])
+    with pytest.raises(ValueError, match=NOT_BY_LEAF):
+        optim.set_trainable(tx, state, model, "a")
+    with pytest.raises(ValueError, match=NOT_BY_LEAF):
+        tx.update({"a": model["a"]}, state, model)
+    for rename in ({"a": "b", "b": "a"}, {"a": "c", "b": "d"}):
+        new = {rename[path]: leaf for path, leaf in model.items()}
+        with pytest.raises(ValueError, match=NOT_BY_LEAF):
+            saving.plan(model, new, rename=rename).state(state, like=tx.init(new))
+    saving.save(tmp_path / "state", state)
+    assert_same(saving.load(tmp_path / "state", tx.init(model)), state)
+    with pytest.raises(ValueError, match=r"is not kept leaf by leaf.*: a, b in the file, c, d in the tree"):
+        saving.load(tmp_path / "state", tx.init({"c": model["a"], "d": model["b"]}))
+
+
+@of_all
+def test_a_state_that_cannot_be_divided_is_not_loaded_in_another_order(rule, tmp_path):
+    tx = optim.trainable(rule)
+    make = lambda *names: collections.OrderedDict((name, _pair()[name]) for name in names)
+    saving.save(tmp_path / "state", tx.init(make("a", "b")))
+    with pytest.raises(ValueError, match="a, b in the file, b, a in the tree"):
+        saving.load(tmp_path / "state", tx.init(make("b", "a")))
+
+
+def test_numbers_that_all_share_are_not_of_the_parameters():
+    rates = optax.inject_hyperparams(lambda rates: optax.sgd(rates[0], momentum=0.9))(jnp.array([0.1, 0.2]))
+    tx, model = optim.trainable(optax.chain(rates, optax.add_noise(0.0, 0.5, 1))), _pair()
+    _, state = tx.update(tp.copy(model), tx.init(model), model)
+    state = optim.set_trainable(tx, state, model, "b")
+    assert_same(state.runs[0][0].hyperparams["rates"], jnp.array([0.1, 0.2]))
+
+
+# -- Static arrays -----------------------------------------------------------------------------------------------------
+
+
+class Grid(eqx.Module):
+    w: jax.Array
+    at: object = eqx.field(static=True)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Plain:
+    def __init__(self, w, at):
+        self.w, self.at = w, at
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("w"), self.w)], {"at": [self.at]}
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls(*children, *static["at"])
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+@pytest.mark.parametrize("cls", [Grid, Plain])
+def test_models_of_one_class_have_static_arrays_of_their_own(cls):
+    rule = optax.adam(0.1)
+    tx, gradient = optim.trainable(rule), {"net": {"w": jnp.array([3.0, 4.0])}}
+    for at in (np.arange(2.0), np.arange(2.0), np.arange(3), jnp.ones(2), "none"):
+        model, state = {"net": cls(jnp.ones(2), at)}, None
+        plain, plain_state = jnp.ones(2), rule.init(jnp.ones(2))
+        for _ in range(2):  # the second in another process
+            model, state = optim.step(tx, gradient, tx.init(model) if state is None else state, model)
+            model, state = pickle.loads(pickle.dumps((model, state)))
+            steps, plain_state = rule.update(gradient["net"]["w"], plain_state, plain)
+            plain = plain + steps
+        assert_same(model["net"].w, plain)
+        assert_same(model["net"].at, at)
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+@pytest.mark.parametrize("at", [np.arange(2.0), jnp.arange(2.0)])
+def test_masks_fit_a_model_with_static_arrays(at):
+    model = {"net": Grid(jnp.ones(2), at), "b": jnp.ones(2)}
+    decay = optax.add_decayed_weights(1.0, mask=tp.layout(model, "net").mask)
+    tx = optim.trainable(decay)
+    updates, _ = tx.update(tp.copy(jax.tree.map(jnp.zeros_like, model)), tx.init(model), model)
+    assert_same((updates["net"].w, updates["b"]), (jnp.ones(2), jnp.zeros(2)))
+
+
+# -- What lives on ----------------------------------------------------------------------------------------------------
 
 
 def test_nothing_that_models_hold_lives_as_long_as_the_transformation():

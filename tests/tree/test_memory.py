@@ -112,7 +112,7 @@ def model_of(kind: str) -> dict[str, Any]:
     """A model of a kind of its own, with two arrays of each sort that are one."""
     shared, bias, mean, zero = ramp(2, 3), jnp.zeros(2), jnp.ones(2), jnp.array(0)
     net = {f"embed {kind}": shared, f"head {kind}": shared, "norms": [Norm(ramp(2), mean), Norm(ramp(2), mean)]}
-    return {f"net {kind}": net, "steps": zero, "episodes": zero, "bias": bias, "shift": bias}
+    return {f"net {kind}": net, "steps": zero, "episodes": zero, "bias": bias, "shift": bias, "rate": 1.0}
 
 
 def loss(model: Any, x: Any = 1.0) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
+from .._tree.declare import is_box
 from .._tree.dtypes import common_dtype, is_complex, is_inexact
 from .._tree.flattening import same_treedef
 from .._tree.paths import key_entries, key_text, nearest
@@ -59,7 +60,7 @@ def stacked_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: Fals
     nodes = jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Stacks) or is_leaf(node))
     found = [[node] if not isinstance(node, Stacks) else _flatten_stacks(node)[0] for node in nodes]
     return [
-        leaf is child and isinstance(node, Stacks)
+        isinstance(node, Stacks) and (leaf is child or is_box(type(child)))
         for node, children in zip(nodes, found, strict=True)
         for child in children
         for leaf in jtu.tree_leaves(child, is_leaf=is_leaf)
@@ -202,14 +203,11 @@ class Form:
             raise ValueError(f"expected {self.noun} like the parameters, got an entry at {jtu.keystr(unknown.pop())}")
         return [found.get(keys) for keys in self.keys]
 
-    def shapes(self, *, longer: int = 0, without: Sequence[int] = ()) -> PyTree:
-        """Returns the form as `jax.ShapeDtypeStruct`s; with longer blocks, or without some of the single ones."""
-        leaves: list[Any] = []
-        for i, block in enumerate(self.blocks):
-            grown = (block.length + longer, *block.shape[1:]) if block.length is not None else block.shape
-            dtype = jax.dtypes.canonicalize_dtype(block.dtype)
-            leaves.append(None if i in without else jax.ShapeDtypeStruct(grown, dtype))
-        return jtu.tree_unflatten(self.treedef, leaves)
+    def shapes(self) -> PyTree:
+        """Returns the form as `jax.ShapeDtypeStruct`s."""
+        dtypes = [jax.dtypes.canonicalize_dtype(block.dtype) for block in self.blocks]
+        shapes = [block.shape for block in self.blocks]
+        return jtu.tree_unflatten(self.treedef, map(jax.ShapeDtypeStruct, shapes, dtypes))
 
     # -- In words
 

@@ -1,6 +1,7 @@
 """Makers of forms: each returns, for a layout, where its slots are stored in a tree of arrays."""
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
@@ -16,6 +17,7 @@ from .._slots.layout import Layout, index_of
 from .._slots.rules import first_entries
 from .._slots.where import Where
 from .._tree.dtypes import common_dtype, is_complex, is_inexact
+from .._tree.flattening import take
 from .._tree.text import count_of, describe, quoted
 from .._tree.types import PyTree
 from .block import Block
@@ -31,9 +33,52 @@ def tree_of(layout: Layout) -> Form:
     forms = index_of(layout).forms
     if "tree" not in forms:
         blocks = tuple([Block.single(slot.shape, slot.dtype) for slot in layout.slots])
-        members = tuple([(slot,) for slot in range(len(blocks))])
-        forms["tree"] = Form(index_of(layout).canonical_treedef, blocks, members, layout.paths, "a canonical tree")
+        members, treedef = tuple([(slot,) for slot in range(len(blocks))]), index_of(layout).canonical_treedef
+        if any(_shaped(node.static) is not node.static for node in index_of(layout).structure.nodes):
+            treedef = jtu.tree_structure(_without_static_arrays(treedef.unflatten(range(len(blocks)))))
+        forms["tree"] = Form(treedef, blocks, members, layout.paths, "a canonical tree")
     return forms["tree"]
+
+
+class _Shape(jax.ShapeDtypeStruct):
+    """The shape and dtype of a static array; it equals all arrays of these, so that a mask fits that has one.
+
+    Rules call functions under `jax.jit`, which compares static values, and arrays have no truth value.
+    """
+
+    __array_ufunc__ = None  # NumPy leaves `==` to it
+
+    def __eq__(self, other: object) -> bool:
+        return (self.shape, self.dtype) == (getattr(other, "shape", None), getattr(other, "dtype", None))
+
+    __hash__ = jax.ShapeDtypeStruct.__hash__
+
+
+def _shaped(value: Any) -> Any:
+    """Returns a static value with the shapes of the arrays in it; itself if there are none."""
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return _Shape(value.shape, value.dtype)
+    if type(value) not in (tuple, list, dict):
+        return value
+    each = list(value.values() if isinstance(value, dict) else value)
+    made = list(map(_shaped, each))
+    if all(map(operator.is_, made, each)):
+        return value
+    return dict(zip(value, made, strict=True)) if isinstance(value, dict) else type(value)(made)
+
+
+def _without_static_arrays(tree: PyTree) -> PyTree:
+    """Returns a tree with shapes in place of the arrays in its static fields."""
+    taken = take(tree)
+    if taken is None:
+        return tree
+    node, children = tree, [child for _, child in taken[0]]
+    if _shaped(taken[1]) is not taken[1] and hasattr(tree, "__dict__"):
+        node, below = object.__new__(type(tree)), set(map(id, children))
+        fields = {name: value if id(value) in below else _shaped(value) for name, value in vars(tree).items()}
+        vars(node).update(fields)
+    treedef = jtu.tree_structure(node, is_leaf=lambda each: each is not node)
+    return treedef.unflatten(map(_without_static_arrays, children))
 
 
 def vector_of(layout: Layout, dtype: DTypeLike | None = None, pad_to: SupportsIndex = 1) -> Form:

@@ -81,21 +81,21 @@ def check_shape(structure: Structure, leaf: int, value: Any) -> None:
 def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     leaves, _, structure = structure_of(tree)
     model, paths = index.structure, structure.paths
-    if not structure.nodes and model.nodes:
+    if leaves and not structure.nodes and model.nodes:
         raise ValueError(
             f"expected a tree with arrays at paths of the model, got {describe(leaves[0])}; a vector becomes a "
             "model by restructure(vector)"
-        )
-    if type(tree) is tuple and model.nodes and model.nodes[0].cls is not tuple:
-        raise ValueError(
-            f"expected a tree with arrays at paths of the model, got a tuple of {len(tree)}: if these are all results "
-            "of one call, pass only the one that you mean"
         )
     if any(path not in model.index for path in paths) and all(len(entries) == 1 for entries in structure.entries):
         # A dictionary with whole paths as its keys, as of `tp.trainables`: one with dots in it stands in quotes.
         whole = tuple(map(unquote, paths))
         paths = whole if all(path in model.index for path in whole) else paths
     unknown = [path for path in paths if path not in model.index]
+    if unknown and type(tree) is tuple and model.nodes and model.nodes[0].cls is not tuple:
+        raise ValueError(
+            f"expected a tree with arrays at paths of the model, got a tuple of {len(tree)}: if these are all results "
+            "of one call, pass only the one that you mean"
+        )
     if unknown:
         has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
         # Functions are in a model, and not in what is made of one.

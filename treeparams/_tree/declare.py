@@ -225,7 +225,7 @@ def _is_flax_state(cls: type) -> bool:
 @with_object
 def is_box(cls: type) -> bool:
     """Returns whether a node of this class only wraps one value and adds no entry to a path (`flax.nnx.Variable`)."""
-    return _is_flax(cls, "Variable", "VariableState")
+    return _qualified(cls) == "treeparams.Marked" or _is_flax(cls, "Variable", "VariableState")
 
 
 def _is_flax(cls: type, *names: str) -> bool:

@@ -15,7 +15,7 @@ from .._files.values import from_words
 from .._files.words import histories_in, specs_in, values_in
 from .._slots.layout import index_of
 from .._tree.paths import join_path, nearest
-from .._tree.text import describe, quoted
+from .._tree.text import describe, first_few, quoted
 from ._contents import Contents, places_in_words, state_in_words
 from ._resume import form_of, together
 
@@ -171,6 +171,13 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
             yield (
                 f"the state at {path!r} is of optim.{other} in the {file.noun}, of optim.{form} in the tree. A plan "
                 f"converts it:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
+            )
+            continue
+        if here["slots"] != there["slots"] and any(each["problem"] for each in here["divisions"] + there["divisions"]):
+            there, here = (first_few([path for path, *_ in words["slots"]]) for words in (there, here))
+            yield (
+                f"the state at {path!r} is not kept leaf by leaf, so it fits only the parameters that it was made for: "
+                f"{there} in the {file.noun}, {here} in the tree; begin with tx.init(model)"
             )
             continue
         structure = index_of(state.layout).structure
