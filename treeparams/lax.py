@@ -16,8 +16,8 @@ import jax.tree_util as jtu
 from ._jit import differences
 from ._slots.parts import Rest, arrays_in, as_rest, index_in, opened, put_together, with_kept_arrays
 from ._tree.dtypes import is_inexact
-from ._tree.static_keys import with_object
 from ._tree.messages import warn
+from ._tree.static_keys import with_object
 from ._tree.structure import Structure
 from ._tree.text import describe, first_few, first_lines
 from ._tree.types import PyTree
