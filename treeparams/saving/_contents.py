@@ -150,7 +150,7 @@ class Contents:
         return declared_frozen(self.structure)
 
     def is_tied(self, i: int) -> bool:
-        """Returns whether a leaf is tied to those that are the same array; what does not train is free of them."""
+        """Returns whether a leaf is tied to those that are the same array: only if it trains."""
         return self.structure.is_parameter(i) and i not in self.frozen
 
     def digest(self, aliases: Mapping[int, Alias]) -> str:

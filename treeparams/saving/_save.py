@@ -74,8 +74,8 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
             example.
         TypeError: the path does not come first; `metadata` is not a dictionary of texts; or a leaf that is not a
             pytree, such as a plain dataclass, a `deque`, a `functools.partial` or `jax.vmap(module)`, holds an array,
-            which would not be saved. `save` looks at what the leaf itself refers to: its attributes, `__wrapped__` of a
-            function, the arguments of a partial. It does not look further, nor into the closures of functions.
+            which would not be saved. `save` looks at the objects that the leaf itself refers to: its attributes,
+            `__wrapped__` of a function, the arguments of a partial. It does not look further, nor into closures.
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(said, dict) or not all(isinstance(each, str) for pair in said.items() for each in pair):
@@ -204,8 +204,8 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
 
     Args:
         path: the path of a file that `save` wrote.
-        like: a tree with the same structure, shapes and dtypes, with numbers where the file has numbers, and with the
-            same ties of what trains. You get functions, other objects and static fields from it. Arrays go where its
+        like: a tree with the same structure, shapes and dtypes, the same ties of trained parameters, and with numbers
+            where the file has numbers. You get functions, other objects and static fields from it. Arrays go where its
             arrays are: to their devices, with their sharding, in NumPy or in JAX. A ref (`jax.new_ref`) stays that ref:
             its array is written into it, after all of the file is checked. A leaf may be a `jax.ShapeDtypeStruct`; it
             gets the ties of the file. A state of an optimiser must have the same histories as the saved one. The state
