@@ -183,6 +183,13 @@ class Names(list):
     pass
 
 
+HELD = {"array": ramp(2)}
+
+
+def with_a_global(x, shift=HELD["array"]):
+    return HELD["array"] + x + shift
+
+
 class Scale(eqx.Module):
     by: jax.Array
 
@@ -290,6 +297,7 @@ def test_what_holds_no_array_is_left_alone(path):
             np.float32,
             range(3),
             collections.deque([1, "a"]),
+            with_a_global,
             Buffer(collections.deque([weight])),  # two looks away
             types.SimpleNamespace(a=Slotted(weight)),
             Slotted.__new__(Slotted),

@@ -242,7 +242,7 @@ class _Pair:
                 yield Difference(join_path(below), "structure", NOTHING, self.text(1, theirs[entry]))
 
     def children(self, side: int, entries: tuple[str, ...], node: PyTree, taken: Any) -> dict[tuple[str, ...], PyTree]:
-        """Returns the children of a node of one of the two, each by what it adds to the entries of the node."""
+        """Returns the children of a node of one of the two, each by the entries that it adds."""
         pairs = list(taken[0])
         names = self.structures[side].states.get(entries)
         names = names or [(entry,) for entry in sibling_entries(keys_of(type(node), pairs), entries)]

@@ -223,7 +223,7 @@ class _Reading:
     def found(
         self,
     ) -> tuple[tuple[Node, ...], tuple[Entries, ...], "States", dict[int, Entries], dict[str, list[Any]]]:
-        """Returns the nodes, the entries of each leaf, and what a structure says of states and of missing keys."""
+        """Returns the nodes, the entries of each leaf, the names of states, and the nodes without keys."""
         has_states = any(self.nodes[number].cls is eqx.nn.State for number in self._unkeyed)
         states, numbered = _name_states(self.nodes, self.entries) if has_states else ({}, {})
         pairs = [(self.nodes[number], count) for number, count in self._unkeyed.items()]

@@ -76,7 +76,7 @@ def _instead(leaf: object) -> str:
 
 
 def _held_by(leaf: object) -> Iterator[tuple[str, object]]:
-    """Yields what a leaf refers to, and where: what it is a collection of, its arguments, and its attributes."""
+    """Yields the objects that a leaf refers to, and where: its items, its arguments, and its attributes."""
     if isinstance(leaf, functools.partial):
         yield from ((".func", leaf.func), (".args", leaf.args), (".keywords", leaf.keywords))
     if isinstance(leaf, (*_COLLECTIONS, np.ndarray)):
@@ -84,7 +84,8 @@ def _held_by(leaf: object) -> Iterator[tuple[str, object]]:
     # Attributes as they are stored, `__wrapped__` of a function among them, without running code of the class.
     with contextlib.suppress(Exception):
         yield from ((f".{name}", each) for name, each in object.__getattribute__(leaf, "__dict__").items())
-    for name, slot in [each for cls in type(leaf).__mro__ for each in vars(cls).items()]:
+    with_slots = [cls for cls in type(leaf).__mro__ if "__slots__" in vars(cls)]  # not the globals of a function
+    for name, slot in [each for cls in with_slots for each in vars(cls).items()]:
         if isinstance(slot, types.MemberDescriptorType):
             with contextlib.suppress(AttributeError):  # nothing is there yet
                 yield f".{name}", slot.__get__(leaf)

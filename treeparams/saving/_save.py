@@ -75,8 +75,8 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
             example.
         TypeError: the path does not come first; `metadata` is not a dictionary of texts; or a leaf that is not a
             pytree, such as a plain dataclass, a `deque`, a `functools.partial` or `jax.vmap(module)`, holds an array,
-            which would not be saved. `save` looks at what the leaf itself refers to: its attributes, `__wrapped__` of a
-            function, the arguments of a partial. It does not look further, nor into the closures of functions.
+            which would not be saved. `save` looks at the objects that the leaf itself refers to: its attributes,
+            `__wrapped__` of a function, the arguments of a partial. It does not look further, nor into closures.
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(said, dict) or not all(isinstance(each, str) for pair in said.items() for each in pair):
