@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 import jax
 import jax.tree_util as jtu
 
-from ._slots.parts import Rest, arrays_in, as_rest, index_in, opened, others, put_together, with_kept_arrays
+from ._slots.parts import Rest, arrays_in, as_rest, index_in, others, put_together, unpacked, with_kept_arrays
 from ._tree.difference import Difference, compare, groups_of, tie_rows
 from ._tree.flattening import getter
 from ._tree.static_keys import static_key
@@ -99,7 +99,7 @@ class Jitted(Generic[P, R]):
         def run(donated: Sequence[Any], kept: Rest[Any]) -> Rest[R]:
             left = iter(donated)
             arrays = [next(left) if array is None else array for array in arrays_in(kept)]
-            return _rest_of_call(opened(with_kept_arrays(kept, arrays)))
+            return _rest_of_call(unpacked(with_kept_arrays(kept, arrays)))
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._run = jax.jit(run, donate_argnums=() if donate == "none" else 0, **jit_kwargs)
@@ -150,7 +150,7 @@ def checkpoint(
     Returns:
         The function.
     """
-    saving = jax.checkpoint(lambda call: _rest_of_call(opened(call)), prevent_cse=prevent_cse, policy=policy)
+    saving = jax.checkpoint(lambda call: _rest_of_call(unpacked(call)), prevent_cse=prevent_cse, policy=policy)
 
     @functools.wraps(fun, updated=())
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -194,7 +194,7 @@ def vmap(
     is_tuple = isinstance(out_axes, tuple)
 
     def of_arrays(args: tuple[Rest[Any], ...], kwargs: dict[str, Rest[Any]]) -> Any:
-        result: Any = _rest_of_call((fun, map(opened, args), {name: opened(each) for name, each in kwargs.items()}))
+        result: Any = _rest_of_call((fun, map(unpacked, args), {name: unpacked(each) for name, each in kwargs.items()}))
         return tuple(map(as_rest, put_together(result, ()))) if is_tuple else result
 
     mapped = jax.vmap(of_arrays, in_axes=(axes, 0), out_axes=out_axes, **vmap_kwargs)
@@ -253,7 +253,7 @@ class Stage:
         if jtu.tree_structure(call) != jtu.tree_structure(self._lowered_for):
             raise ValueError(
                 "the program was lowered for other arguments (the first; these are the second):\n"
-                + first_lines([row.in_words() for row in differences(self._lowered_for, call)] or [_UNSEEN])
+                + first_lines([row.in_words() for row in rows_between(self._lowered_for, call)] or [_UNSEEN])
             )
         return put_together(self._stage(donated, kept), ())
 
@@ -266,7 +266,7 @@ class Stage:
 _UNSEEN = "tp.declare has been called since, or a value that is no array has been changed in place"
 
 
-def differences(here: Rest[Any], there: Rest[Any]) -> list[Difference]:
+def rows_between(here: Rest[Any], there: Rest[Any]) -> list[Difference]:
     """Returns how two trees or calls differ, from their static halves alone."""
     these, those = index_in(here).structure, index_in(there).structure
     ours, theirs = _values_by_leaf(here), _values_by_leaf(there)

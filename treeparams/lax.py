@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import jax
 import jax.tree_util as jtu
 
-from ._jit import differences
-from ._slots.parts import Rest, arrays_in, as_rest, index_in, opened, put_together, with_kept_arrays
+from ._jit import rows_between
+from ._slots.parts import Rest, arrays_in, as_rest, index_in, put_together, unpacked, with_kept_arrays
 from ._tree.dtypes import is_inexact
 from ._tree.messages import warn
 from ._tree.static_keys import with_object
@@ -70,8 +70,8 @@ def scan(
         UserWarning: two parameters of a model are one array before the step, and two after it.
     """
     elements = as_rest(xs)
-    wrap = lambda kind, f: [lambda carry, x: _closed(kind, f(kind.tree(carry), opened(x)))]
-    run = lambda kind, body: _joined(kind, *jax.lax.scan(body, kind.arrays(init), elements, length, reverse, unroll))
+    wrap = lambda kind, f: [lambda carry, x: _closed(kind, f(kind.tree(carry), unpacked(x)))]
+    run = lambda kind, body: _outcome(kind, *jax.lax.scan(body, kind.arrays(init), elements, length, reverse, unroll))
     return _agreed(wrap, run, [f], (init, xs), _LOOP)
 
 
@@ -142,7 +142,7 @@ def map(f: Callable[[Any], Y], xs: Any, *, batch_size: int | None = None) -> Y:
     Leaves that are not arrays are the same in each call, and come back unchanged.
     """
     elements = as_rest(xs)
-    wrap = lambda _, f: [lambda carry, x: (carry, as_rest(f(opened(x))))]
+    wrap = lambda _, f: [lambda carry, x: (carry, as_rest(f(unpacked(x))))]
     if batch_size is None:  # `jax.lax.map` would trace anew at each call outside of `jit`
         mapped = lambda body: jax.lax.scan(body, (), elements)[1]
     else:
@@ -182,7 +182,7 @@ class _Kind:
             what, *words = self._words
             raise ValueError(
                 f"{what}, and only arrays may differ:\n"
-                + first_lines([row.in_words(*words) for row in differences(self._rest, without)])
+                + first_lines([row.in_words(*words) for row in rows_between(self._rest, without)])
                 + "\nA Python number is static: write jnp.asarray(number), or jnp.zeros(()) for a running total"
             )
         arrays, seen, both = dict(zip(self._leaves, arrays_in(rest), strict=True)), {}, {}
@@ -195,7 +195,7 @@ class _Kind:
 
     def tree(self, arrays: Mapping[str, Any]) -> Any:
         """Returns the tree of such arrays."""
-        return opened(with_kept_arrays(self._rest, [arrays[self._key(self._first.get(i, i))] for i in self._leaves]))
+        return unpacked(with_kept_arrays(self._rest, [arrays[self._key(self._first.get(i, i))] for i in self._leaves]))
 
     @property
     def _leaves(self) -> tuple[int, ...]:
@@ -243,7 +243,7 @@ def _lost(structure: Structure, before: Mapping[int, int], after: Mapping[int, i
 def _choose(choose: _Function, branches: Sequence[_Function], operands: tuple[Any, ...]) -> Any:
     """Calls one of some branches."""
     rest = as_rest(operands)
-    wrap = lambda kind, *branches: [lambda rest, f=f: kind.arrays(f(*opened(rest))) for f in branches]
+    wrap = lambda kind, *branches: [lambda rest, f=f: kind.arrays(f(*unpacked(rest))) for f in branches]
     return _agreed(wrap, lambda kind, *wrapped: kind.tree(choose(wrapped, rest)), branches, operands, _BRANCHES)
 
 
@@ -254,7 +254,7 @@ def _closed(kind: _Kind, result: Any) -> tuple[dict[str, Any], Rest[Any]]:
     return kind.arrays(result[0]), as_rest(result[1])
 
 
-def _joined(kind: _Kind, carry: dict[str, Any], outputs: Rest[Any]) -> tuple[Any, Any]:
+def _outcome(kind: _Kind, carry: dict[str, Any], outputs: Rest[Any]) -> tuple[Any, Any]:
     return kind.tree(carry), put_together(outputs, ())
 
 

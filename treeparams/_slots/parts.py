@@ -218,7 +218,7 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     return jtu.tree_unflatten(static.treedef, index.gathers.leaves(values))
 
 
-def opened(rest: Rest[M]) -> M:
+def unpacked(rest: Rest[M]) -> M:
     """Returns the tree of `as_rest` within a function of arrays; its arrays are apart as they were outside."""
     keep_apart(arrays_in(rest))
     return put_together(rest, ())
