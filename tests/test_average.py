@@ -54,6 +54,26 @@ def test_an_average_in_half_precision_warns_once_and_names_the_way_out():
             tp.ema(model["narrow"], model["narrow"], decay=0.99)
 
 
+@pytest.mark.filterwarnings("ignore:an average in")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["outside", "jit"])
+def test_near_the_largest_float_and_with_all_the_weight(dtype, compiled):
+    huge = jnp.finfo("float32" if dtype == "complex64" else jnp.dtype(dtype)).max
+    old = np.array([0.9 * huge, -0.9 * huge, -0.0, 0.0, 3.0], jnp.dtype(dtype))
+    new = np.array([-0.9 * huge, 0.9 * huge, 1.0, -1.0, 5.0], jnp.dtype(dtype))
+    wide = lambda x: x.astype(np.complex128 if dtype == "complex64" else np.float64)
+    for options in ({"decay": 0.75}, {"tau": 0.25}):
+        got = compiled(lambda a, m, options=options: tp.ema(a, m, **options))(old, new)
+        want = 0.75 * wide(old) + 0.25 * wide(new)
+        np.testing.assert_allclose(wide(np.asarray(got)), want, 2e-2 if old.itemsize < 4 else 1e-6)
+    odd = np.array([np.inf, -np.inf, np.nan, 1.0, 2.0], jnp.dtype(dtype))
+    for options in ({"decay": 1.0}, {"tau": 0.0}):
+        of = compiled(lambda a, m, options=options: tp.ema(a, m, **options))
+        assert bits(of(old, new)) == bits(of(old, old)) == bits(old)
+        if "decay" in options:
+            assert bits(of(old, odd)) == bits(old)
+
+
 @pytest.mark.parametrize("make", [tp.ema, tp.Ema])
 def test_decay_or_tau_is_given(make):
     model = {"w": ramp(1)}
@@ -90,27 +110,65 @@ def test_where_the_model_weighs_one_the_result_is_the_model(options, dtype):
     assert bits(tp.Ema(old, **{name: float(value)}).update(odd).average) == bits(odd)
 
 
-def test_a_number_follows_buffers_in_and_outside_of_jit():
-    average, model = {"w": ramp(2), "p": 0.5, "n": 5}, {"w": 3 * ramp(2), "p": 0.75, "n": 7}
-    for buffers, p, n in (("copy", 0.75, 7), ("average", 0.75, 7), ({"p": "keep"}, 0.5, 7), ("keep", 0.5, 5)):
-        of = lambda a, m, buffers=buffers: tp.ema(a, m, decay=0.5, buffers=buffers)
-        for got in (of(average, model), jax.jit(of)(average, model)):
-            assert (float(got["p"]), int(got["n"])) == (p, n)
-            np.testing.assert_allclose(got["w"], 2 * average["w"], 1e-6)
-    assert tp.ema(average, {"w": ramp(2)}, decay=0.5)["p"] == 0.5
-    assert tp.ema(average, jax.jit(lambda m: m)(model), decay=0.5)["p"] == 0.75
-    # A scalar array may be of the same weak type.
-    average, model = {"p": jnp.asarray(0.5), "q": ramp(1)}, {"p": jnp.asarray(1.5), "q": ramp(1)}
-    of = lambda a, m: tp.ema(a, m, decay=0.5)
-    for got in (of(average, model), jax.jit(of)(average, model), tp.jit(of)(average, model)):
-        assert float(got["p"]) == 1.0
-    average, model = ({"p": jnp.asarray(p), "w": ramp(2), "n": 5} for p in (0.5, 1.5))
-    assert [float(f(average, model)["p"]) for f in (of, jax.jit(of))] == [1.0, 1.0]  # where a number stood before
-    average = tp.copy({"rate": 0.5, "w": ramp(2)})
-    assert float(jax.jit(of)(average, {"rate": 0.75, "w": ramp(2)})["rate"]) == 0.75
-    average, model = {"w": ramp(2), "p": 0.5, "n": 5}, {"w": 3 * ramp(2), "p": 0.75, "n": 7}
-    with pytest.raises(ValueError, match=r"average at 'p' \(shape \(\); str\)"):
-        tp.ema(average, {**model, "p": "fast"}, decay=0.5)
+@pytest.mark.parametrize("buffers", ["copy", "average", "keep"])
+def test_equal_numbers_stay_and_bools_are_flags(buffers):
+    numbers = {"p": 0.5, "n": 5, "c": 2j, "s": np.float32(0.25), "nan": float("nan")}
+    average, model = {"w": ramp(2), "on": False, **numbers}, {"w": 3 * ramp(2), "on": True, **numbers}
+    model["n"] = 5.0
+    for make in (lambda a: tp.ema(a, model, decay=0.5, buffers=buffers), lambda a: of_ema(a, model, buffers)):
+        got = make(average)
+        assert all(got[name] is average[name] for name in (*numbers, "on"))
+    assert tp.ema(average, {"w": ramp(2)}, decay=0.5)["p"] == 0.5  # the model has none
+
+
+def of_ema(average, model, buffers="copy"):
+    return tp.Ema(average, 0.5, buffers=buffers).update(model).average
+
+
+@pytest.mark.parametrize("of", [lambda a, m: tp.ema(a, m, decay=0.5), of_ema], ids=["ema", "Ema"])
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (1.0, 3.0, r"1\.0; 3\.0"),
+        (1, jnp.array(1), r"1; int32\[\]"),
+        (1.0, jnp.array(3.0), r"1\.0; float32\[\]"),
+        (np.float32(1), np.float32(3), r"1\.0\)?; .*3\.0"),
+        (jnp.array(3), 4, r"int32\[\]; 4"),  # not trained
+        (jnp.array(1.0), 3.0, r"float32\[\]; 3\.0"),  # trained
+        (0.5, "fast", r"0\.5; str"),
+    ],
+)
+def test_a_number_beside_an_array_or_another_number_is_an_error_that_names_the_path(of, old, new, words):
+    average, model = {"w": ramp(1), "ics": old}, {"w": ramp(1), "ics": new}
+    for each in (of, tp.jit(of)):
+        with pytest.raises(ValueError, match=rf"(?s)'ics' \(.*{words}\).*jnp\.asarray\(number\)"):
+            each(average, model)
+    if not isinstance(old, jax.Array):
+        assert tp.ema(average, model, decay=0.5, buffers={"ics": "keep"})["ics"] == old
+
+
+def test_a_traced_float_is_averaged_for_what_it_is_whatever_was_met_before():
+    of = lambda a, m: tp.ema(a, m, decay=0.9)
+    old, new = ({"w": jnp.full(2, value), "a": jnp.asarray(value)} for value in (1.0, 3.0))
+    got = [jax.jit(of)(old, new)]
+    look_alike = {"w": jnp.ones(2), "a": 1.0}
+    with pytest.warns(UserWarning, match="'a': a Python number is not a parameter"):
+        known = tp.layout(look_alike)
+    tp.copy(look_alike)
+    got += [jax.jit(lambda a, m: of(a, m))(old, new), jax.jit(of)(look_alike, look_alike | {"a": 3.0}), of(old, new)]
+    for each in got:
+        assert float(each["a"]) == pytest.approx(1.2)
+    # With a layout that was made outside it is what that says: no parameter, and copied.
+    within = jax.jit(lambda a, m: tp.ema(a, m, decay=0.9, trainable=known))
+    assert float(within(look_alike, look_alike)["a"]) == 1.0
+    assert float(within(look_alike, look_alike | {"a": 3.0})["a"]) == 3.0
+    # Nobody can say whether a traced scalar is the number that an average outside has.
+    update = jax.jit(lambda ema, m: ema.update(m).average["w"])
+    for number in (1.0, jnp.asarray(3.0)):
+        with pytest.raises(ValueError, match=r"'a' \(1\.0; float32\[\]\)"):
+            update(tp.Ema(look_alike, 0.9), {"w": jnp.full(2, 3.0), "a": number})
+    kept = tp.Ema(look_alike, 0.9, buffers={"a": "keep"})
+    np.testing.assert_allclose(update(kept, {"w": jnp.full(2, 3.0), "a": 1.0}), 1.2, 1e-6)
 
 
 def test_ties_and_declarations_are_those_of_the_average():
@@ -157,7 +215,7 @@ def test_policies_for_what_is_not_trained(buffers, mean, key, flag):
 
 def test_buffers_keep_the_dtypes_of_the_average():
     average = {"w": ramp(2), "c": ramp(2), "n": jnp.array(3)}
-    narrow = {"w": ramp(2, dtype=jnp.bfloat16), "c": ramp(2, dtype=jnp.bfloat16), "n": 4}
+    narrow = {"w": ramp(2, dtype=jnp.bfloat16), "c": ramp(2, dtype=jnp.bfloat16), "n": np.array(4, np.int8)}
     got = tp.ema(average, narrow, decay=0.5, trainable="w")
     assert (got["c"].dtype, got["n"].dtype, int(got["n"])) == (jnp.float32, jnp.int32, 4)
 

@@ -64,8 +64,7 @@ def ema(
     `optax.incremental_update`, `tau * model + (1 - tau) * average`. Inside `jit` the two agree to the last bit, so a
     program that you port keeps its numbers. `decay` is more accurate. The page "Promises" of the documentation says by
     how much, and how other expressions are rounded. With `decay=0` or `tau=1` the result equals the model bit for bit,
-    with `decay=1` or `tau=0` the average. Where `model - average` overflows, near the largest float, `decay` takes
-    `(1 - decay) * model + decay * average`.
+    with `decay=1` or `tau=0` the average. Nothing overflows near the largest float.
 
     Each array that is not trained is read and written at its own path, even if the average or the model holds one
     array object at several paths: two counters that start with the same `jnp.array(0)` are two counters.
@@ -170,8 +169,8 @@ class Ema(eqx.Module, Generic[M]):
             debias: if `True`, the initial values have no weight: the result averages the updates alone, as in Adam's
                 correction by `1 - decay**count`. Before the first update it equals the model.
             warmup: if `True`, the decay starts low: `min(decay, (1 + count) / (10 + count))`.
-            buffers: the policy for integers, bools, keys and frozen arrays; see `tp.ema`. Python numbers stay as they
-                are, also beside a number of the model that `jax.jit` has turned into an array.
+            buffers: the policy for integers, bools, keys and frozen arrays; see `tp.ema`. in a step, Python
+                numbers must be equal to those of the model, or kept.
             trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         """
         if isinstance(model, (int, float)):
@@ -300,16 +299,12 @@ def _is_number(value: object) -> bool:
 
 
 def _check_numbers(paths: Iterable[str], olds: Iterable[Any], news: Iterable[Any]) -> None:
-    """Raises a `ValueError` for a number of the average or the model, unless the other has an equal one at its path.
-
-    A traced scalar of weak type is passed: it may be a number of which `jax.jit` made a tracer.
-    """
+    """Raises a `ValueError` for a number of the average or the model, unless the other has an equal one at its path."""
     wrong = []
     for path, *pair in zip(paths, olds, news, strict=True):
         numbers = [each for each in pair if _is_number(each)]
-        weak = [getattr(each, "weak_type", False) for each in pair if isinstance(each, Tracer) and not each.shape]
         are_equal = len(numbers) == 2 and (numbers[0] == numbers[1] or all(each != each for each in numbers))
-        if numbers and not any(weak) and not are_equal:
+        if numbers and not are_equal:
             old, new = (repr(each) if _is_number(each) else describe(each) for each in pair)
             wrong.append(f"{path!r} ({old}; {new})")
     if wrong:
@@ -381,20 +376,20 @@ def _mix(olds: Sequence[Any], news: Sequence[Any], weights: _Weights) -> list[An
 def _mix_one(old: jax.Array, new: ArrayLike, weights: _Weights) -> jax.Array:
     wide, new = widened(old.dtype), jnp.asarray(new)
     of_new, start, end = (jnp.asarray(each).astype(wide) for each in (weights.of_model, old, new))
-    of_old = 1 - of_new if weights.of_average is None else jnp.asarray(weights.of_average).astype(wide)
     # An average that has overflowed, or is not a number, is replaced too where the model weighs one, and stays where
     # the average does.
     is_all, is_none = of_new == 1, of_new == 0
-    if weights.of_average is not None and not is_complex(wide):
-        # A choice after the sum would change how XLA fuses a product into it, and so the last bit. Adding -0.0 leaves
-        # every number as it is.
-        end, start = jnp.where(is_none, -0.0, end), jnp.where(is_all, -0.0, start)
-        return (of_new * end + of_old * start).astype(old.dtype)
-    mixed = of_new * end + of_old * start
-    if weights.of_average is None:
-        # With fewer roundings, unless the difference overflows. A choice by the difference itself, before the sum,
-        # would keep XLA from fusing the product into it in some shapes.
-        near = start + of_new * (end - start)
-        mixed = jnp.where(jnp.isfinite(near), near, mixed)
+    if weights.of_average is not None:
+        of_old = jnp.asarray(weights.of_average).astype(wide)
+        if not is_complex(wide):
+            # A choice after the sum would change how XLA fuses a product into it, and so the last bit. Adding -0.0
+            # leaves every number as it is.
+            end, start = jnp.where(is_none, -0.0, end), jnp.where(is_all, -0.0, start)
+            return (of_new * end + of_old * start).astype(old.dtype)
+        mixed = of_new * end + of_old * start
+    else:
+        # The difference of two large numbers may overflow. A choice before the sum would change its last bit, too.
+        mixed = start + of_new * (end - start)
+        mixed = jnp.where(jnp.isfinite(mixed), mixed, start - (of_new * start - of_new * end))
     mixed = jnp.where(is_none, start, mixed)
     return jnp.where(is_all, new.astype(old.dtype), mixed.astype(old.dtype))

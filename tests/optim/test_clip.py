@@ -68,6 +68,22 @@ def test_a_traced_limit(dtype):
     np.testing.assert_allclose(by_array(model)["w"].astype(jnp.float32), 0.5, rtol=1e-2)
 
 
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["outside", "jit"])
+def test_a_limit_that_comes_as_an_array_may_reach_zero(compiled):
+    falling = optax.linear_schedule(1.0, 0.0, 2)
+    tx = optax.inject_hyperparams(optim.clip_by_global_norm)(max_norm=falling)
+    grads, update = {"w": jnp.array([3.0, 4.0]), "none": jnp.zeros(1)}, compiled(tx.update)
+    state = tx.init(grads)
+    for limit in (1.0, 0.5, 0.0, 0.0):
+        below, state = update(grads, state)
+        np.testing.assert_allclose(below["w"], limit * np.array([0.6, 0.8]), 1e-6)
+    for limit in (jnp.array(0.0), jnp.array(-1.0)):
+        below = compiled(lambda grads, limit: clipped(grads, limit)[0])(grads, limit)
+        np.testing.assert_array_equal(below["w"], [0, 0])
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
+        optim.clip_by_global_norm(0.0)
+
+
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_is_seen(bad):
     fine = {"a": jnp.ones(2), "b": jnp.ones(1)}
