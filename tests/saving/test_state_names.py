@@ -95,32 +95,32 @@ def test_one_name_in_files_plans_walks_layouts_and_averages(path):
     assert set(names) <= set(saving.names(average))
 
 
-@pytest.mark.parametrize(
-    ("tree", "want"),
-    {
-        "a pair": (lambda m, s: (m, s), "1.first.ema_state_index.0"),
-        "the state first": (lambda m, s: (s, m), "0.first.ema_state_index.0"),
-        "deeper": (lambda m, s: {"a": {"net": m}, "b": [s]}, "b.0.net.first.ema_state_index.0"),
-        "side by side": (lambda m, s: {"first": m.first, "second": m.second, "s": s}, "s.first.ema_state_index.0"),
-        "beside an optimiser": (
-            lambda m, s: {"adam": optax.adam(1.0).init(eqx.filter(m, eqx.is_array)), "model": m, "state": s},
-            "state.first.ema_state_index.0",
-        ),
-        "within an optimiser": (
-            lambda m, s: optim.trainable(optax.adam(1.0), tp.layout((m, s), thaw="1")).init((m, s)),
-            "runs.0.0.mu.1.first.ema_state_index.0",
-        ),
-        "two of one class": (
-            lambda m, s: [(m, s), eqx.nn.make_with_state(Then)()],
-            "1.1.first.ema_state_index.0",
-        ),
-        "one part": (lambda m, s: (m.first, s.substate(m.first)), "1.ema_state_index.0"),
-        "alone": (lambda m, s: s, "1.0"),
-        "without one of its layers": (lambda m, s: (m.first, s), "1.1.0"),
-    }.values(),
-)
-def test_a_name_is_the_path_of_the_index_in_the_model(tree, want):
-    its = run(Then)
+TREES = {
+    "a pair": (lambda m, s: (m, s), "1.first.ema_state_index.0"),
+    "the state first": (lambda m, s: (s, m), "0.first.ema_state_index.0"),
+    "deeper": (lambda m, s: {"a": {"net": m}, "b": [s]}, "b.0.net.first.ema_state_index.0"),
+    "side by side": (lambda m, s: {"first": m.first, "second": m.second, "s": s}, "s.first.ema_state_index.0"),
+    "beside an optimiser": (
+        lambda m, s: {"adam": optax.adam(1.0).init(eqx.filter(m, eqx.is_array)), "model": m, "state": s},
+        "state.first.ema_state_index.0",
+    ),
+    "within an optimiser": (
+        lambda m, s: optim.trainable(optax.adam(1.0), tp.layout((m, s), thaw="1")).init((m, s)),
+        "runs.0.0.mu.1.first.ema_state_index.0",
+    ),
+    "two of one class": (
+        lambda m, s: [(m, s), eqx.nn.make_with_state(Then)()],
+        "1.1.first.ema_state_index.0",
+    ),
+    "one part": (lambda m, s: (m.first, s.substate(m.first)), "1.ema_state_index.0"),
+    "alone": (lambda m, s: s, "1.0"),
+    "without one of its layers": (lambda m, s: (m.first, s), "1.1.0"),
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_a_name_is_the_path_of_the_index_in_the_model(case):
+    (tree, want), its = TREES[case], run(Then)
     assert want in saving.names(tree(its["model"], its["state"]))
 
 
