@@ -1,7 +1,6 @@
 """Makers of forms: each returns, for a layout, where its slots are stored in a tree of arrays."""
 
 import dataclasses
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
@@ -19,7 +18,7 @@ from .._slots.where import Where
 from .._tree.dtypes import common_dtype, is_complex, is_inexact
 from .._tree.flattening import take
 from .._tree.text import count_of, describe, quoted
-from .._tree.types import PyTree
+from .._tree.types import PyTree, TreeDef
 from .block import Block
 from .form import Form, Stacks
 from .mesh import is_sharded, split
@@ -33,9 +32,8 @@ def tree_of(layout: Layout) -> Form:
     forms = index_of(layout).forms
     if "tree" not in forms:
         blocks = tuple([Block.single(slot.shape, slot.dtype) for slot in layout.slots])
-        members, treedef = tuple([(slot,) for slot in range(len(blocks))]), index_of(layout).canonical_treedef
-        if any(_shaped(node.static) is not node.static for node in index_of(layout).structure.nodes):
-            treedef = jtu.tree_structure(_without_static_arrays(treedef.unflatten(range(len(blocks)))))
+        members = tuple([(slot,) for slot in range(len(blocks))])
+        treedef = _without_static_arrays(index_of(layout).canonical_treedef)
         forms["tree"] = Form(treedef, blocks, members, layout.paths, "a canonical tree")
     return forms["tree"]
 
@@ -55,30 +53,25 @@ class _Shape(jax.ShapeDtypeStruct):
 
 
 def _shaped(value: Any) -> Any:
-    """Returns a static value with the shapes of the arrays in it; itself if there are none."""
+    """Returns a static value with the shapes of the arrays in it."""
     if isinstance(value, (np.ndarray, jax.Array)):
         return _Shape(value.shape, value.dtype)
-    if type(value) not in (tuple, list, dict):
-        return value
-    each = list(value.values() if isinstance(value, dict) else value)
-    made = list(map(_shaped, each))
-    if all(map(operator.is_, made, each)):
-        return value
-    return dict(zip(value, made, strict=True)) if isinstance(value, dict) else type(value)(made)
+    if type(value) in (tuple, list):
+        return type(value)(map(_shaped, value))
+    return {key: _shaped(each) for key, each in value.items()} if type(value) is dict else value
 
 
-def _without_static_arrays(tree: PyTree) -> PyTree:
-    """Returns a tree with shapes in place of the arrays in its static fields."""
-    taken = take(tree)
-    if taken is None:
-        return tree
-    node, children = tree, [child for _, child in taken[0]]
-    if _shaped(taken[1]) is not taken[1] and hasattr(tree, "__dict__"):
-        node, below = object.__new__(type(tree)), set(map(id, children))
-        fields = {name: value if id(value) in below else _shaped(value) for name, value in vars(tree).items()}
-        vars(node).update(fields)
-    treedef = jtu.tree_structure(node, is_leaf=lambda each: each is not node)
-    return treedef.unflatten(map(_without_static_arrays, children))
+def _without_static_arrays(treedef: TreeDef) -> TreeDef:
+    """Returns the structure with shapes in place of the arrays in static fields."""
+    tree = treedef.unflatten(range(treedef.num_leaves))  # of new nodes, which can be changed
+    opened = [tree]
+    while opened:
+        node = opened.pop()
+        children, static = take(node) or ((), node)
+        opened += [child for _, child in children]
+        if static is not node and hasattr(node, "__dict__"):  # otherwise it is a leaf, or static as a whole
+            vars(node).update({name: _shaped(value) for name, value in vars(node).items()})
+    return jtu.tree_structure(tree)
 
 
 def vector_of(layout: Layout, dtype: DTypeLike | None = None, pad_to: SupportsIndex = 1) -> Form:

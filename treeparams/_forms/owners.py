@@ -11,7 +11,7 @@ no other has. If that fails, too, the answer is a `Division` with a problem, and
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -110,30 +110,30 @@ def _asked(init: Init, form: Form, state: PyTree, has_sizes: bool) -> tuple[Owne
     """Returns the owners of each array, from the state that `init` makes of marked leaves."""
     leaves = jtu.tree_leaves(form.shapes())
     marked = [_marked(form, i, leaf, has_sizes) for i, leaf in enumerate(leaves)]
-    ask = lambda leaves: jtu.tree_flatten_with_path(jax.eval_shape(init, form.treedef.unflatten(leaves)))[0]
-    own, found = jtu.tree_flatten_with_path(state)[0], ask(marked)
-    if len(own) != len(found):
+    ask = lambda leaves: _shapes_in(jax.eval_shape(init, form.treedef.unflatten(leaves)))
+    own, found = _shapes_in(state), ask(marked)
+    if list(own) != [tuple([key for key in path if not isinstance(key, _Number)]) for path in found]:
         raise UndividedError
-    lists, owners, shared = _lists_in(found, len(leaves)), list[Owners | None](), dict[Any, tuple[int, ...]]()
-    for (path, array), (there, like) in zip(own, found, strict=True):
-        owners.append(_owner(form, marked, lists, path, array.shape, there, like.shape))
-        if owners[-1] is None and path == there:
-            shared[path] = array.shape
+    lists = _lists_in(found, len(leaves))
+    owners = [_owner(form, marked, lists, *one, *other) for one, other in zip(own.items(), found.items(), strict=True)]
+    shared = {path for path, owner in zip(found, owners, strict=True) if owner is None and path in own}
     if shared and len(leaves) > 1:
-        without = {path: array.shape for path, array in ask([None, *leaves[1:]])}
-        if not shared.items() <= without.items():
+        without = ask([None, *leaves[1:]])
+        if any(without.get(path) != own[path] for path in shared):
             raise UndividedError
     return tuple(owners)
 
 
+def _shapes_in(state: PyTree) -> dict[Any, tuple[int, ...]]:
+    """Returns the shapes of the arrays in a state by their JAX keys."""
+    return {path: array.shape for path, array in jtu.tree_flatten_with_path(state)[0]}
+
+
 def _marked(form: Form, i: int, leaf: Any, has_sizes: bool) -> Marked:
     """Returns a leaf below its number: with one more row if it is joined or the only one, or of a size of its own."""
-    shape = leaf.shape
-    if has_sizes:
-        shape = (_MARK + i, *shape[1:])
-    elif shape and (form.blocks[i].length is not None or len(form.blocks) == 1):
-        shape = (shape[0] + 1, *shape[1:])
-    return Marked(i, jax.ShapeDtypeStruct(shape, leaf.dtype))
+    more = int(form.blocks[i].length is not None or len(form.blocks) == 1)
+    first = [_MARK + i] if has_sizes else [size + more for size in leaf.shape[:1]]
+    return Marked(i, jax.ShapeDtypeStruct((*first, *leaf.shape[1:]), leaf.dtype))
 
 
 def _number_in(path: Sequence[Any]) -> int | None:
@@ -141,14 +141,10 @@ def _number_in(path: Sequence[Any]) -> int | None:
     return next((at for at, key in enumerate(path) if isinstance(key, _Number)), None)
 
 
-def _lists_in(found: Sequence[tuple[Any, Any]], count: int) -> Set[Any]:
+def _lists_in(found: Mapping[Any, Sequence[int]], count: int) -> Set[Any]:
     """Returns the paths of lists in which each array that has the size of one leaf is at the leaf's number."""
-    sized = [
-        (path, size - _MARK)
-        for path, array in found
-        for size in array.shape
-        if 0 <= size - _MARK < count and _number_in(path) is None
-    ]
+    alone = [(path, shape) for path, shape in found.items() if _number_in(path) is None]
+    sized = [(path, size - _MARK) for path, shape in alone for size in shape if 0 <= size - _MARK < count]
     for at in range(min([len(path) for path, _ in sized], default=0)):
         if all(getattr(path[at], "idx", None) == i for path, i in sized):
             return {path[:at] for path, _ in sized}
@@ -159,15 +155,13 @@ def _owner(
     form: Form, leaves: Sequence[Marked], lists: Set[Any], path: Any, shape: Any, marked_path: Any, marked_shape: Any
 ) -> Owners | None:
     """Returns the owners of an array, from its path and shape and those that it has where leaves are marked."""
-    number = _number_in(marked_path)
+    stop = _number_in(marked_path)
     start = next((at for at in range(len(path)) if path[:at] in lists), None)
-    if number is not None:
-        i = marked_path[number].of
-        start, stop = number - len(form.keys[i]), number
-        if start < 0 or path != (*marked_path[:start], *form.keys[i], *marked_path[stop + 1 :]):
+    if stop is not None:
+        i = marked_path[stop].of
+        start = max(stop - len(form.keys[i]), 0)
+        if path[start:stop] != form.keys[i]:
             raise UndividedError
-    elif path != marked_path:
-        raise UndividedError
     elif start is not None:
         i, stop = path[start].idx, start + 1
     elif shape == marked_shape:
