@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from .._programs import Kind, derivative, is_floating, kind_of, operations, programs
+from .._programs import Kind, derivative, is_floating, is_linear, kind_of, programs
 
 Function = Callable[..., list[Any]]  # of values, returns the results
 
@@ -47,12 +47,7 @@ def rule_of(eqn: JaxprEqn, which: Sequence[bool], pointwise: bool) -> Rule | Non
 
 def is_linear_in(eqn: JaxprEqn, which: Sequence[bool]) -> bool:
     """Returns whether an equation is linear, at least in pieces, in those of its operands together."""
-    kind = kind_of(eqn)
-    if Kind.PIECEWISE in kind:
-        return not _is_complex(eqn)
-    if Kind.PRODUCT in kind:
-        return sum(which) == 1
-    return bool(kind & (Kind.SAME | Kind.MOVES | Kind.LINEAR)) or (eqn.primitive.name == "div" and not which[1])
+    return not _is_complex(eqn) if Kind.PIECEWISE in kind_of(eqn) else is_linear(eqn, which)
 
 
 def _is_complex(eqn: JaxprEqn) -> bool:
@@ -139,13 +134,13 @@ def _is_within(eqn: JaxprEqn, shape: tuple[int, ...], rules: int = 2) -> bool:
     # Nothing here makes a scalar of an array of the shape: scalars do not depend on the input unless all is one.
     if not all(aval.shape in ((), shape) for aval in _avals(eqn)) or _is_complex(eqn):
         return False
-    within, kind = [*programs(eqn)] if is_call(eqn) else [], kind_of(eqn)
+    within, kind = programs(eqn) if is_call(eqn) else [], kind_of(eqn)
     if Kind.RULE in kind and Kind.BACKWARD not in kind:
         # A rule may call its own function for the value, which has the rule again; two derivatives are taken.
-        within = [*programs(eqn)][:1]
+        within = programs(eqn)[:1]
         if rules > 0:
             within.append(derivative(eqn, [is_floating(var.aval) for var in eqn.invars]))
             rules -= 1
     if within:
-        return all(_is_within(each, shape, rules) for program in within for each in operations(program))
+        return all(_is_within(each, shape, rules) for program in within for each in program.eqns)
     return bool(kind & (Kind.EACH | Kind.SAME)) or eqn.primitive.name == "broadcast_in_dim"

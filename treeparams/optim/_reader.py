@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
-from .._programs import Kind, Walk, kind_of, name_of, scan_carries, while_parts
+from .._programs import Kind, Walk, kind_of, name_of, scan_operands, while_parts
 from ._formulas import (
     NO_FORMULA,
     Blocks,
@@ -132,7 +132,7 @@ class Reader(Walk[Value], Blocks):
 
     # -- Branches and loops --------------------------------------------------------------------------------------------
 
-    def cond(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
+    def of_cond(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
         """Returns the formulas of a choice between programs."""
         ends = [self.run(branch, its[1:]) for branch in eqn.params["branches"]]
         found = []
@@ -141,7 +141,7 @@ class Reader(Walk[Value], Blocks):
             found.append(self._whole(eqn, [*its, *several])[i] if either is None else either)
         return found
 
-    def while_(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
+    def of_while(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
         """Returns the formulas of the values that a loop carries."""
         start, end, condition, program = while_parts(eqn)
 
@@ -154,22 +154,22 @@ class Reader(Walk[Value], Blocks):
             return self._whole(eqn, its)
         return self._after(found, "while", self.lies(found.others[0]), over=[run.formula for run in found.others[0]])[1]
 
-    def scan(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
+    def of_scan(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
         """Returns the formulas of the values that a scan carries, and of those that it puts together."""
-        start, end = scan_carries(eqn)
-        given = eqn.params["jaxpr"].jaxpr.invars[end:]
-        found_rows = [self._row(value, aval_of(var).size) for value, var in zip(its[end:], given, strict=True)]
-        rows = [row for row in found_rows if row is not None]
+        program = eqn.params["jaxpr"]
+        fixed, start, along = scan_operands(eqn, its)
+        given = program.jaxpr.invars[len(its) - len(along) :]
+        rows = [self._row(value, aval_of(var).size) for value, var in zip(along, given, strict=True)]
 
         def body(carried: list[Value]) -> tuple[list[Value], list[Value]]:
-            found = self.run(eqn.params["jaxpr"], [*its[:start], *carried, *rows])
-            return found[: end - start], found[end - start :]
+            found = self.run(program, [*fixed, *carried, *filter(None, rows)])
+            return found[: len(start)], found[len(start) :]
 
-        found = self._loop(its[start:end], body) if len(rows) == len(given) else None
+        found = self._loop(start, body) if all(rows) else None
         if found is None:
             return self._whole(eqn, its)
         loop, results = self._after(found, "scan", eqn.params["length"], eqn.params["reverse"])
-        for value, var in zip(found.others, eqn.outvars[end - start :], strict=True):
+        for value, var in zip(found.others, eqn.outvars[len(start) :], strict=True):
             formula = self.formulas.of("rows", self.lies(value), over=[loop, *(run.formula for run in value)])
             is_block = len(value) == 1 and isinstance(value[0].place, int)
             results.append(
