@@ -243,8 +243,8 @@ class _Same(Marks):
         return _ZERO if zeros else _ANY
 
     def row(self, eqn: JaxprEqn, mark: Mark) -> Mark:
-        is_given = lambda each: isinstance(each, _Given)
-        return frozenset(each._replace(scans=(*each.scans, id(eqn))) if is_given(each) else each for each in mark)
+        own = (each for each in mark if isinstance(each, _Given))
+        return mark & (_NUMBERS | _ANY) | {each._replace(scans=(*each.scans, id(eqn))) for each in own}
 
     def rows(self, eqn: JaxprEqn, mark: Mark) -> Mark:
         # What the rounds give back is put together to the array that was scanned over, if each gives back its own row.

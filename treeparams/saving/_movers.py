@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -236,18 +236,19 @@ class _Linear(Walk[Any]):
         name, kind, program = eqn.primitive.name, kind_of(eqn), self.program_of(eqn)
         if program is not None and name != "shard_map":
             return self.run(program, its)
-        ends: list[Any] = [atom.aval for atom in (*itertools.compress(eqn.invars, own), *eqn.outvars)]
+        operands, made = ([var.aval for var in some] for some in cast(Any, (eqn.invars, eqn.outvars)))
+        ends = [*itertools.compress(operands, own), *made]
         keeps_type = all(map(is_floating, ends)) and len({is_complex(aval.dtype) for aval in ends}) == 1
         if is_unknown or not keeps_type or not is_linear(eqn, own) or name in ("conj", "div", "fft", "neg", "sub"):
             raise _NotMovedError
         if Kind.SAME in kind or name in ("convert_element_type", "reduce_precision"):
             return its
         # What is not floating are places, and what chooses between arrays.
-        pairs = zip(eqn.invars, its, strict=True)
-        values = [self._elements(it, Kind.PRODUCT in kind) if is_floating(atom.aval) else it for atom, it in pairs]
+        pairs = zip(operands, its, strict=True)
+        values = [self._elements(it, Kind.PRODUCT in kind) if is_floating(aval) else it for aval, it in pairs]
         elements = [each for each in values if isinstance(each, _Elements)]
-        before, after = (sum(var.aval.size for var in some) for some in (eqn.invars, eqn.outvars))
-        is_move = Kind.MOVES in kind and Kind.FILLS not in kind and len(its) == 1 and after <= before
+        is_no_more = sum(aval.size for aval in made) <= operands[0].size
+        is_move = Kind.MOVES in kind and Kind.FILLS not in kind and len(its) == 1 and is_no_more
         self._are_moves &= is_move or name in ("concatenate", "stack")
         self._taken += elements
         results = [None] * len(eqn.outvars)
