@@ -186,21 +186,11 @@ def _parameters(tree: PyTree, treedef: TreeDef, structure: Structure) -> list[An
 
 
 class _Given(NamedTuple):
-    """An array of the model as it was given."""
+    """An array of the model as it was given, or the row of one that scans take, in the rounds that take it."""
 
     leaf: int
     dtype: Any
-
-
-class _Row(NamedTuple):
-    """The row of such an array that a scan takes, in the round that takes it."""
-
-    of: "_Given | _Row"
-    scan: int  # the id of the operation
-
-    @property
-    def dtype(self) -> Any:
-        return self.of.dtype
+    scans: tuple[int, ...] = ()  # the ids of the operations
 
 
 # A mark is the set of what a value may be: zeros, finite numbers without zeros, anything, an array of the model, a row.
@@ -253,17 +243,18 @@ class _Same(Marks):
         return _ZERO if zeros else _ANY
 
     def row(self, eqn: JaxprEqn, mark: Mark) -> Mark:
-        return frozenset(each if {each} <= _NUMBERS | _ANY else _Row(each, id(eqn)) for each in mark)
+        own = (each for each in mark if isinstance(each, _Given))
+        return mark & (_NUMBERS | _ANY) | {each._replace(scans=(*each.scans, id(eqn))) for each in own}
 
     def rows(self, eqn: JaxprEqn, mark: Mark) -> Mark:
         # What the rounds give back is put together to the array that was scanned over, if each gives back its own row.
         (first, *others) = mark or _ANY
-        if isinstance(first, _Row) and not others and first.scan == id(eqn):
-            return frozenset({first.of})
+        if not others and _is_row(first, eqn):
+            return frozenset({first._replace(scans=first.scans[:-1])})
         return self.parts([mark])
 
     def later(self, eqn: JaxprEqn, mark: Mark) -> Mark:
-        return frozenset("any" if isinstance(each, _Row) and each.scan == id(eqn) else each for each in mark)
+        return frozenset("any" if _is_row(each, eqn) else each for each in mark)
 
     def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         found = super().step(eqn, its)
@@ -276,6 +267,11 @@ class _Same(Marks):
             new if new <= _NUMBERS or all(own == way for mark, own in pairs if mark & new) else _ANY
             for new, way in zip(found, outs, strict=True)
         ]
+
+
+def _is_row(value: Any, eqn: JaxprEqn) -> bool:
+    """Returns whether a value is the row that this scan takes."""
+    return isinstance(value, _Given) and value.scans[-1:] == (id(eqn),)
 
 
 def _converted(eqn: JaxprEqn, mark: Mark) -> Mark:

@@ -12,7 +12,7 @@ parameter that goes into an opaque operation is reached, and has moved; elements
 import enum
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -38,7 +38,6 @@ class Kind(enum.Flag):
     MOVES = enum.auto()  # its results consist of elements of its first operand
     EACH = enum.auto()  # each element of the result is computed from the elements at its place
     SMOOTH = enum.auto()  # as EACH, and the function has derivatives
-    TOTAL = enum.auto()  # reduces over some axes by an operation on two numbers
     LINEAR = enum.auto()  # linear over the reals in all floating operands together
     PIECEWISE = enum.auto()  # made of linear pieces, for real operands
     PRODUCT = enum.auto()  # linear in each of two operands
@@ -59,11 +58,10 @@ _TABLE = {
     Kind.SAME | Kind.FLAT: "stop_gradient",
     Kind.MOVES: "broadcast_in_dim cut dynamic_slice expand_dims reshape rev slice split squeeze tile transpose unstack",
     Kind.MOVES | Kind.FILLS: "gather",
-    Kind.LINEAR | Kind.ZERO: "concatenate cumsum dynamic_update_slice join pad psum psum_invariant scatter-add stack",
+    Kind.LINEAR | Kind.ZERO: "concatenate cumsum dynamic_update_slice join pad psum psum_invariant reduce_sum "
+    "scatter-add stack",
     Kind.LINEAR: "fft reduce_window_sum scatter",
-    Kind.TOTAL | Kind.LINEAR | Kind.ZERO: "reduce_sum",
-    Kind.TOTAL | Kind.PIECEWISE | Kind.ZERO | Kind.FILLS: "reduce_max reduce_min",
-    Kind.TOTAL: "reduce_and reduce_or",
+    Kind.PIECEWISE | Kind.ZERO | Kind.FILLS: "reduce_max reduce_min",
     Kind.EACH | Kind.LINEAR | Kind.ZERO: "add add_any conj convert_element_type imag neg real select_n sub",
     Kind.EACH | Kind.LINEAR: "complex reduce_precision",
     Kind.EACH | Kind.PIECEWISE | Kind.ZERO: "abs max min",
@@ -82,9 +80,10 @@ _TABLE = {
     Kind.WHOLE: "all_gather all_to_all approx_top_k argmax argmin axis_index cholesky cholesky_update cumlogsumexp "
     "cummax cummin cumprod custom_linear_solve eig eigh geqrf geqp3 hessenberg householder_product iota lu "
     "lu_pivots_to_permutation ormqr pmax pmin ppermute qr ragged_dot ragged_dot_general random_clone random_seed "
-    "random_unwrap random_wrap reduce reduce_prod reduce_window reduce_window_max reduce_window_min reduce_xor "
-    "scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add select_and_scatter "
-    "select_and_scatter_add svd symmetric_product top_k triangular_solve tridiagonal tridiagonal_solve",
+    "random_unwrap random_wrap reduce reduce_and reduce_or reduce_prod reduce_window reduce_window_max "
+    "reduce_window_min reduce_xor scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add "
+    "select_and_scatter select_and_scatter_add svd symmetric_product top_k triangular_solve tridiagonal "
+    "tridiagonal_solve",
     Kind.DRAWS | Kind.WHOLE: "random_bits random_fold_in random_gamma random_split rng_bit_generator rng_uniform "
     "threefry2x32",
     Kind.REF: "addupdate freeze get new_ref swap",
@@ -128,6 +127,14 @@ def makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
     return bool(kind & (Kind.SAME | Kind.ZERO)) and all(zeros[_VALUES.get(name, slice(None))])
 
 
+def is_linear(eqn: JaxprEqn, which: Sequence[bool]) -> bool:
+    """Returns whether an operation is linear in those of its operands together."""
+    kind = kind_of(eqn)
+    if Kind.PRODUCT in kind:
+        return sum(which) == 1
+    return bool(kind & (Kind.SAME | Kind.MOVES | Kind.LINEAR)) or (eqn.primitive.name == "div" and not which[1])
+
+
 # -- The walk ----------------------------------------------------------------------------------------------------------
 
 
@@ -137,26 +144,33 @@ class Walk(Generic[V]):
     def __init__(self) -> None:
         self._lowered: dict[int, tuple[JaxprEqn, ClosedJaxpr | None]] = {}  # by the id of the operation, which is kept
 
-    def run(self, program: ClosedJaxpr | Jaxpr, args: Sequence[V]) -> list[V]:
+    def run(self, program: ClosedJaxpr, args: Sequence[V]) -> list[V]:
         """Returns the values of a program's results from those of its arguments."""
-        jaxpr = opened(program)
+        jaxpr = program.jaxpr
         known = dict(zip(jaxpr.invars, args, strict=True))
-        known.update(zip(jaxpr.constvars, map(self.constant, consts_of(program)), strict=True))
+        known.update(zip(jaxpr.constvars, map(self.constant, program.consts), strict=True))
         for eqn in jaxpr.eqns:
             known.update(zip(eqn.outvars, self.step(eqn, self._look(eqn.invars, known)), strict=True))
         return self._look(jaxpr.outvars, known)
 
     def _look(self, atoms: Sequence[Any], known: Mapping[Any, V]) -> list[V]:
         # A literal has no entry: it is a constant that stands in the operation itself.
-        return [self.constant(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+        return [self.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+
+    def literal(self, atom: Literal) -> V:
+        """Returns the value of a constant that stands in an operation."""
+        return self.constant(atom.val)
 
     def step(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
         """Returns the values of an operation's results."""
-        of_loop = {"cond": self.cond, "scan": self.scan, "while": self.while_}.get(eqn.primitive.name)
-        if of_loop is not None:
-            return of_loop(eqn, its)
-        program = self.program_of(eqn)
+        own, program = self._own(eqn), self.program_of(eqn)
+        if own is not None:
+            return own(eqn, its)
         return self.operation(eqn, its) if program is None else self.run(program, its)
+
+    def _own(self, eqn: JaxprEqn) -> Any:
+        """Returns the method of a domain for branches or loops, such as `of_scan`, or `None`."""
+        return getattr(self, f"of_{eqn.primitive.name}", None)
 
     def program_of(self, eqn: JaxprEqn) -> ClosedJaxpr | None:
         """Returns the program that an operation runs on its own operands, or `None`."""
@@ -168,7 +182,7 @@ class Walk(Generic[V]):
 
     def is_followed(self, eqn: JaxprEqn) -> bool:
         """Returns whether the walk goes through the programs inside an operation."""
-        return eqn.primitive.name in ("cond", "scan", "while") or self.program_of(eqn) is not None
+        return self._own(eqn) is not None or self.program_of(eqn) is not None
 
     def constant(self, value: Any) -> V:
         """Returns the value of a constant; of a constant that is not available if `value` is `None`."""
@@ -177,18 +191,6 @@ class Walk(Generic[V]):
     def operation(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
         """Returns the values of the results of an operation that runs no program, or one that is not known."""
         raise NotImplementedError
-
-    def cond(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
-        """Returns the values of the results of a choice between programs."""
-        return self.operation(eqn, its)
-
-    def scan(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
-        """Returns the values of the results of a loop over rows."""
-        return self.operation(eqn, its)
-
-    def while_(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
-        """Returns the values of the results of a loop with a condition."""
-        return self.operation(eqn, its)
 
 
 class Cell:
@@ -215,18 +217,18 @@ class Marks(Walk[Any]):
         self._cells: list[Cell] = []
         self._refs: dict[int, Cell] = {}  # of constants, by their id
 
-    def follow(self, program: ClosedJaxpr | Jaxpr, marks: Sequence[Any]) -> list[Any]:
+    def follow(self, program: ClosedJaxpr, marks: Sequence[Any]) -> list[Any]:
         """Returns the marks of a program's results; the mark of a ref is that of the array in it."""
-        pairs = zip(opened(program).invars, marks, strict=True)
+        pairs = zip(program.jaxpr.invars, marks, strict=True)
         return self.run(program, [self._cell(mark) if is_ref(var) else mark for var, mark in pairs])
 
     def _cell(self, mark: Any, lasts: bool = False) -> Cell:
         self._cells.append(Cell(mark, lasts))
         return self._cells[-1]
 
-    def run(self, program: ClosedJaxpr | Jaxpr, args: Sequence[Any]) -> list[Any]:
+    def run(self, program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """Returns the marks of a program's results from those of its arguments."""
-        key = id(opened(program)), *map(id, consts_of(program)), *args
+        key = id(program.jaxpr), *map(id, program.consts), *args
         if self._cells or key not in self._done:
             found = super().run(program, args)
             if self._cells:  # the same program may find other values in a ref
@@ -306,7 +308,7 @@ class Marks(Walk[Any]):
         """Returns the mark that a value has in the rounds, and after the scan, that follow the round it comes from."""
         return mark
 
-    def cond(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+    def of_cond(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         """Returns the marks of a choice: each result may be of any branch."""
         by, held = self.chooses(its[0]), self._held()
         ends, found = [], []
@@ -317,16 +319,14 @@ class Marks(Walk[Any]):
         self._hold([functools.reduce(operator.or_, each, by) for each in zip(*ends, strict=False)])
         return [functools.reduce(operator.or_, each, by) for each in zip(*found, strict=True)]
 
-    def scan(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+    def of_scan(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         """Returns the marks of a scan."""
-        # Its operands are constants, carries and arrays that are scanned over; its results carries and arrays.
-        start, end = scan_carries(eqn)
-        given = [self.row(eqn, mark) for mark in its[end:]]
-        once = lambda carried: self.run(eqn.params["jaxpr"], [*its[:start], *carried, *given])
-        carried, found = self._loop(eqn, once, its[start:end])
-        return [*carried, *(self.rows(eqn, mark) for mark in found[end - start :])]
+        fixed, carried, along = scan_operands(eqn, its)
+        rows = [self.row(eqn, mark) for mark in along]
+        after, found = self._loop(eqn, lambda now: self.run(eqn.params["jaxpr"], [*fixed, *now, *rows]), carried)
+        return [*after, *(self.rows(eqn, mark) for mark in found[len(carried) :])]
 
-    def while_(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+    def of_while(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         """Returns the marks of a loop: how often its body runs is up to the condition, so all depends on that."""
         start, end, condition, body = while_parts(eqn)
 
@@ -376,28 +376,11 @@ def _whole_ref(aval: Any) -> Any:
 # -- Operations --------------------------------------------------------------------------------------------------------
 
 
-def opened(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    """Returns a program without the values of its constants."""
-    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
-
-
-def operations(program: ClosedJaxpr | Jaxpr) -> list[JaxprEqn]:
-    """Returns the operations of a program, without those of the programs inside them."""
-    return opened(program).eqns
-
-
-def consts_of(program: ClosedJaxpr | Jaxpr) -> Sequence[Any]:
-    """Returns the values of a program's constants; `None` for those that are not available."""
-    return getattr(program, "consts", ()) or [None] * len(opened(program).constvars)
-
-
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Returns the program that an operation of the table calls with its own operands, or `None`."""
-    for program in programs(eqn) if Kind.CALLS in kind_of(eqn) else ():
-        closed = program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
-        if (len(closed.jaxpr.invars), len(closed.jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars)):
-            return closed
-    return None
+    ends = len(eqn.invars), len(eqn.outvars)
+    within = programs(eqn) if Kind.CALLS in kind_of(eqn) else ()
+    return next((each for each in within if (len(each.jaxpr.invars), len(each.jaxpr.outvars)) == ends), None)
 
 
 def _lowered(eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -408,22 +391,26 @@ def _lowered(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
 
 
-def programs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr | Jaxpr]:
-    """Iterates over the programs in the parameters of an operation."""
-    for value in eqn.params.values():
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(each, (ClosedJaxpr, Jaxpr)):
-                yield each
+def programs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """Returns the programs in the parameters of an operation; constants that are not available are `None`."""
+    values = [each if isinstance(each, (tuple, list)) else (each,) for each in eqn.params.values()]
+    return [as_closed(each) for value in values for each in value if isinstance(each, (ClosedJaxpr, Jaxpr))]
 
 
-def scan_carries(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns where the carried operands of a scan begin and end."""
+def as_closed(program: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
+    """Returns a program with the values of its constants, which are `None` if they are not available."""
+    is_closed = isinstance(program, ClosedJaxpr)
+    return program if is_closed else ClosedJaxpr(program, [None] * len(program.constvars))
+
+
+def scan_operands(eqn: JaxprEqn, its: list[V]) -> tuple[list[V], list[V], list[V]]:
+    """Returns the operands of a scan that stay as they are, those that are carried, and those that it goes over."""
     params = eqn.params
     if "ft_in" in params:  # since JAX 0.12
-        start, count, _ = map(len, params["ft_in"].unpack())
+        fixed, count, _ = map(len, params["ft_in"].unpack())
     else:
-        start, count = params["num_consts"], params["num_carry"]
-    return start, start + count
+        fixed, count = params["num_consts"], params["num_carry"]
+    return its[:fixed], its[fixed : fixed + count], its[fixed + count :]
 
 
 def while_parts(eqn: JaxprEqn) -> tuple[int, int, ClosedJaxpr, ClosedJaxpr]:

@@ -25,16 +25,15 @@ import numpy as np
 
 from .._programs import (
     Kind,
+    Walk,
+    as_closed,
     bind,
     called,
-    consts_of,
     derivative,
     is_floating,
     is_high,
     kind_of,
     name_of,
-    opened,
-    operations,
     programs,
 )
 from .block import with_gaps
@@ -132,30 +131,32 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     return jex.jaxpr_as_fun(closed)(*operands)
 
 
-class _Program:
+class _Program(Walk[Var]):
     """A program that includes those of `jax.jit` within it: layers may be functions that are compiled apart."""
 
-    def __init__(self, closed: jex.ClosedJaxpr) -> None:
-        self.operands = list(opened(closed).invars)
+    def __init__(self, program: jex.ClosedJaxpr) -> None:
+        super().__init__()
+        self.operands: list[Var] = program.jaxpr.invars
         self.constants: dict[Var, Any] = {}
         self.equations: list[Equation] = []
-        self.results = self._inlined(closed, self.operands)
+        self.results = self.run(program, self.operands)
 
-    def _inlined(self, program: jex.ClosedJaxpr | jex.Jaxpr, its: Sequence[Var]) -> list[Var]:
-        known = dict(zip(opened(program).invars, its, strict=True))
-        for var, value in zip(opened(program).constvars, consts_of(program), strict=True):
-            known[var] = next((own for own, other in self.constants.items() if other is value), copy.copy(var))
-            self.constants[known[var]] = value
-        read = lambda atoms: [atom if isinstance(atom, jex.Literal) else known[atom] for atom in atoms]
-        for equation in operations(program):
-            within = called(equation) if equation.primitive.name == "jit" else None
-            if within is not None:
-                made = self._inlined(within, read(equation.invars))
-            else:
-                made = list(map(copy.copy, equation.outvars))  # the program may stand at many places
-                self.equations.append(equation.replace(invars=read(equation.invars), outvars=made))
-            known |= zip(equation.outvars, made, strict=True)
-        return read(opened(program).outvars)
+    def literal(self, atom: Var) -> Var:
+        return atom
+
+    def constant(self, value: Any) -> Var:
+        known = (var for var, other in self.constants.items() if other is value)
+        var = next(known, None) or jex.Var(jax.typeof(value))
+        self.constants[var] = value
+        return var
+
+    def step(self, eqn: Equation, its: list[Var]) -> list[Var]:
+        within = called(eqn) if eqn.primitive.name == "jit" else None
+        if within is not None:
+            return self.run(within, its)
+        made = list(map(copy.copy, eqn.outvars))  # the program may stand at many places
+        self.equations.append(eqn.replace(invars=its, outvars=made))
+        return made
 
 
 # -- Pieces ------------------------------------------------------------------------------------------------------------
@@ -195,75 +196,58 @@ def _pieces_in(program: _Program) -> dict[Var, Piece]:
 def _pieces_of(equation: Equation, roots: set[Var], found: dict[Var, Piece]) -> Sequence[Piece]:
     """Returns the pieces that are the results of an equation; nothing if they are none."""
     name, params, operand = equation.primitive.name, equation.params, equation.invars[0]
-    shape = operand.aval.shape
-
-    def cut_at(axis: int, sizes: Iterable[int]) -> list[Piece]:
-        rank, of = len(shape) - 1 - axis, found.get(operand)
-        if of is None and operand in roots:
-            of = Piece(operand, 0, shape[axis], shape[axis:], rank)
-        if of is None or of.rank != rank or len(of.shape) != rank + 1:
-            return []
-        ends = list(itertools.accumulate(sizes, initial=of.start))
-        return [Piece(of.root, a, b - a, (b - a, *of.shape[1:]), rank) for a, b in itertools.pairwise(ends)]
-
+    shape, of = operand.aval.shape, found.get(operand)
     if equation.primitive is cut_p and len(shape) == 1 + params["rank"] > 1:
         sizes = [math.prod(each[: len(each) - params["rank"]]) for each in params["shapes"]]
         starts = itertools.accumulate(sizes, initial=0)
         return [Piece(operand, *each, params["rank"]) for each in zip(starts, sizes, params["shapes"], strict=False)]
+    if name == "squeeze" and of is not None:
+        is_whole = len(of.shape) == of.rank + 1 and params["dimensions"] == (len(shape) - 1 - of.rank,)
+        return [of._replace(shape=of.shape[1:])] if is_whole else []
     if name == "slice":
         spans = list(zip(params["start_indices"], params["limit_indices"], shape, strict=True))
         axes = [axis for axis, (start, end, size) in enumerate(spans) if (start, end) != (0, size)]
-        if len(axes) > 1 or not axes or set(params["strides"] or [1]) != {1}:
+        if len(axes) != 1 or set(params["strides"] or [1]) != {1}:
             return []
-        start, end, _ = spans[axes[0]]
-        return cut_at(axes[0], [start, end - start])[1:]
-    if name == "split":
-        return cut_at(params["axis"], params["sizes"])
-    if name == "unstack":
-        pieces = cut_at(params["axis"], [1] * len(equation.outvars))
-    elif name == "squeeze" and operand in found and params["dimensions"] == (len(shape) - 1 - found[operand].rank,):
-        pieces = [found[operand]] if len(found[operand].shape) == found[operand].rank + 1 else []
+        axis, (skipped, end, _) = axes[0], spans[axes[0]]
+        sizes = [end - skipped]
+    elif name in ("split", "unstack"):
+        axis, skipped, sizes = params["axis"], 0, params.get("sizes", [1] * len(equation.outvars))
     else:
         return []
-    return [piece._replace(shape=piece.shape[1:]) for piece in pieces]
-
-
-def _variables(equation: Equation) -> list[Var]:
-    """Returns the operands of an equation that are not constants."""
-    return [operand for operand in equation.invars if not isinstance(operand, jex.Literal)]
+    rank = len(shape) - 1 - axis
+    if of is None and operand in roots:
+        of = Piece(operand, 0, shape[axis], shape[axis:], rank)
+    if of is None or of.rank != rank or len(of.shape) != rank + 1:
+        return []
+    spans = itertools.pairwise(itertools.accumulate(sizes, initial=of.start + skipped))
+    shapes = [of.shape[1:] if name == "unstack" else (size, *of.shape[1:]) for size in sizes]
+    return [Piece(of.root, a, b - a, own, rank) for (a, b), own in zip(spans, shapes, strict=True)]
 
 
 def _in_order(program: _Program, pieces: dict[Var, Piece]) -> list[Equation]:
     """Returns the equations that make no pieces. Those of pieces alone come where they are needed, with their layer."""
     # A form casts and transposes all its pieces before the first layer.
-    made: dict[Var, Equation] = {}
-    deferred, ordered = set[Var](), dict[int, Equation]()
+    equations = [each for each in program.equations if not (each.outvars and each.outvars[0] in pieces)]
+    of_pieces, waits = set(pieces), list[bool]()
+    for equation in equations:
+        operands = _variables(equation.invars)
+        waits.append(bool(operands) and of_pieces.issuperset(operands))
+        of_pieces.update(equation.outvars if waits[-1] else ())
+    roots = lambda atoms: [pieces[var].root if var in pieces else var for var in _variables(atoms)]
+    needed, order = dict.fromkeys(roots(program.results), len(equations)), list[tuple[int, int]]()  # needed first
+    for i, equation in reversed([*enumerate(equations)]):
+        users = [needed[var] for var in equation.outvars if var in needed]
+        if users or not waits[i]:
+            at = min(users) if waits[i] else i
+            order.append((at, i))
+            needed |= {var: min(at, needed.get(var, at)) for var in roots(equation.invars)}
+    return [equations[i] for _, i in sorted(order)]
 
-    def emit(equation: Equation) -> None:
-        waiting = [equation]
-        while waiting:  # no recursion: a chain of pieces may be as long as the program
-            needed = [pieces[each].root if each in pieces else each for each in _variables(waiting[-1])]
-            missing = [made[each] for each in needed if each in made and id(made[each]) not in ordered]
-            if missing:
-                waiting += reversed(missing)
-            else:
-                done = waiting.pop()
-                ordered[id(done)] = done
 
-    for equation in program.equations:
-        if equation.outvars and equation.outvars[0] in pieces:
-            continue
-        operands = _variables(equation)
-        made |= dict.fromkeys(equation.outvars, equation)
-        if operands and all(each in pieces or each in deferred for each in operands):
-            deferred.update(equation.outvars)
-        else:
-            emit(equation)
-    for var in program.results:
-        root = pieces[var].root if var in pieces else var
-        if not isinstance(var, jex.Literal) and root in made:
-            emit(made[root])
-    return [*ordered.values()]
+def _variables(atoms: Sequence[Var]) -> list[Var]:
+    """Returns operands that are not constants."""
+    return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
 
 
 # -- Equal parts -------------------------------------------------------------------------------------------------------
@@ -320,7 +304,7 @@ def _is_slow_in_loops(equation: Equation) -> bool:
     # 5.5 times as long.
     if jax.default_backend() != "cpu":
         return False
-    inside = [each for program in programs(equation) for each in operations(program)]
+    inside = [each for program in programs(equation) for each in program.eqns]
     return equation.primitive.name == "conv_general_dilated" or any(map(_is_slow_in_loops, inside))
 
 
@@ -411,7 +395,7 @@ class _Kinds:
         if isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
             key = id(value), orders
             if key not in self._known:
-                self._known[key] = self._program(value, orders), value  # which keeps its id
+                self._known[key] = self._program(as_closed(value), orders), value  # which keeps its id
             return self._known[key][0]
         if isinstance(value, (tuple, list)):
             return tuple([self._param(each, orders) for each in value])
@@ -422,7 +406,7 @@ class _Kinds:
             return type(value), value
         return id(value)
 
-    def _program(self, program: jex.ClosedJaxpr | jex.Jaxpr, orders: int) -> Any:
+    def _program(self, program: jex.ClosedJaxpr, orders: int) -> Any:
         numbers: dict[Var, int] = {}
 
         def name(var: Var) -> Any:
@@ -430,13 +414,13 @@ class _Kinds:
                 return var.aval, np.asarray(var.val).tobytes()
             return numbers.setdefault(var, len(numbers)), var.aval
 
-        jaxpr = opened(program)
+        jaxpr = program.jaxpr
         operands = tuple([name(var) for var in (*jaxpr.constvars, *jaxpr.invars)])
         equations = tuple(
             (each.primitive, tuple(map(name, each.invars)), self._params(each, orders), tuple(map(name, each.outvars)))
-            for each in operations(program)
+            for each in program.eqns
         )
-        return operands, equations, tuple(map(name, jaxpr.outvars)), tuple(map(id, consts_of(program)))
+        return operands, equations, tuple(map(name, jaxpr.outvars)), tuple(map(id, program.consts))
 
     def _rule(self, equation: Equation, orders: int) -> Any:
         """Returns the program of an equation's derivative; if it has none, a value that equals nothing else."""

@@ -26,20 +26,21 @@ from typing import Any, NamedTuple
 from jax.core import Tracer
 from jax.extend.core import Primitive
 
-NO_FORMULA = -1
-"""The formula of values that a program does not show, and of all values made from them."""
+NO_FORMULA = -1  # of values that a program does not show, and of all values made from them
 
+# An operation that is known to do the same to leaves as to the array that they are joined to.
 alike_p = Primitive("alike")
-"""An operation that is known to do the same to leaves as to the array that they are joined to."""
-
 alike_p.def_abstract_eval(lambda array, *_, **__: array)
 
-
+# The block in which elements lie; `("of size", n)` for an array of no block; `None` if all elements are equal.
 Place = int | tuple[str, int] | None
-"""The block in which elements lie; `("of size", n)` for an array of no block; `None` if all elements are equal."""
 
-Key = tuple[Any, ...]
-"""An operation: its name, and everything else that distinguishes it."""
+Key = tuple[Any, ...]  # an operation: its name, and everything else that distinguishes it
+
+# The operation on two numbers that each reduction repeats.
+TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
+
+_LINEAR = frozenset({"mul", "div", "neg", "convert_element_type"})  # applied to a sum, they apply to each term
 
 
 class Run(NamedTuple):
@@ -50,14 +51,46 @@ class Run(NamedTuple):
     size: int  # of the block, or the number of elements; unknown if all are equal and there is no other run
 
 
-Value = tuple[Run, ...]
-Terms = Mapping[tuple[int, Place], int]
-"""How often each formula, over the elements at a place, occurs in a total."""
+class Value(tuple[Run, ...]):
+    """An array, as its runs."""
 
-TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
-"""The operation on two numbers that each reduction repeats."""
+    @classmethod
+    def equal(cls, formula: int) -> "Value":
+        """Returns an array whose elements are all equal."""
+        return cls((Run(formula, None, 1),))
 
-_LINEAR = frozenset({"mul", "div", "neg", "convert_element_type"})  # applied to a sum, they apply to each term
+    @classmethod
+    def of_no_block(cls, formula: int, size: int) -> "Value":
+        """Returns an array that belongs to no block."""
+        return cls.equal(formula) if size == 1 else cls((Run(formula, ("of size", size), size),))
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all elements are equal."""
+        return [run.place for run in self] == [None]
+
+    def in_runs(self, like: "Value") -> "Value":
+        """Divides an array whose elements are all equal into the runs of another one; returns others as they are."""
+        if len(self) == len(like) or not self.is_equal:
+            return self
+        return Value(own._replace(size=run.size) for own in self for run in like)
+
+    def between(self, size: int, start: int, end: int) -> "Value | None":
+        """Returns the elements from one to another of an array of this size; `None` if no runs begin and end there."""
+        if self.is_equal:
+            return self
+        found, at = list[Run](), 0
+        for run in self:
+            first, last = max(start, at), min(end, at + run.size)
+            at += run.size
+            if first < last:
+                if run.place is not None and last - first < run.size:
+                    return None
+                found.append(run._replace(size=last - first))
+        return Value(found) if at == size and found else None
+
+
+Terms = Mapping[tuple[int, Place], int]  # how often each formula, over the elements at a place, occurs in a total
 
 
 class Formulas:
@@ -102,7 +135,7 @@ class Blocks:
 
     def argument(self, name: str, block: int | None = None) -> Value:
         """Returns an argument of this name: a block, or a number."""
-        return (Run(self.formulas.of(name), block, 1 if block is None else self._sizes[block]),)
+        return Value((Run(self.formulas.of(name), block, 1 if block is None else self._sizes[block]),))
 
     def lies(self, value: Value) -> Key:
         """Returns where the elements of a value lie, in terms of slots."""
@@ -113,13 +146,13 @@ class Blocks:
         """Returns the result of an element-wise operation; `None` if places differ, such as elements of two leaves."""
         longest = max(its, key=len)  # an array of equal elements, such as a rate, goes with each run of the others
         found = []
-        for runs in zip(*(in_runs(value, longest) for value in its), strict=True):
+        for runs in zip(*(value.in_runs(longest) for value in its), strict=True):
             placed = {run.place: run for run in runs if run.place is not None}
             if len(placed) > 1 or (len(longest) > 1 and len({run.size for run in runs}) > 1):
                 return None
             like = next(iter(placed.values()), runs[0])
             found.append(like._replace(formula=self.formulas.of(*key, over=[run.formula for run in runs])))
-        return tuple(found)
+        return Value(found)
 
     def over_all(self, kind: str, value: Value, size: int) -> Value:
         """Returns the sum (or the largest, or whether all are true, ...) of all elements of an array of this size."""
@@ -140,7 +173,7 @@ class Blocks:
         formulas = [value[0].formula for value in its]
         totals = {i: self._terms[formula] for i, formula in enumerate(formulas) if formula in self._terms}
         kinds = {kind for kind, _ in totals.values()}
-        if not kinds or not all(map(is_equal, its)):
+        if not kinds or not all(value.is_equal for value in its):
             return None
         if key[0] == "sub" and "add" in kinds:  # as the sum with the negative
             negative = self.of_totals(("neg",), its[1:], is_floating) or self.each(("neg",), its[1:])
@@ -168,7 +201,7 @@ class Blocks:
         for term, count in (item for each in several for item in each.items()):
             terms[term] = terms.get(term, 0) + count if kind == "add" else 1
         if [*terms.values()] == [1] and next(iter(terms))[1] is None:
-            return equal(next(iter(terms))[0])
+            return Value.equal(next(iter(terms))[0])
         # Leaves and a vector have different blocks, so a total lists the slots that a formula is summed over. The slots
         # of separate leaves are united, as they are in the vector.
         reached: dict[tuple[int, int, Place], frozenset[int]] = {}
@@ -179,22 +212,7 @@ class Blocks:
         total = self.formulas.of("total", kind, frozenset(reached.items()), over=over)
         if total != NO_FORMULA:
             self._terms[total] = kind, terms
-        return equal(total)
-
-
-def equal(formula: int) -> Value:
-    """Returns an array whose elements are all equal."""
-    return (Run(formula, None, 1),)
-
-
-def is_equal(value: Value) -> bool:
-    """Returns whether all elements are equal."""
-    return [run.place for run in value] == [None]
-
-
-def of_no_block(formula: int, size: int) -> Value:
-    """Returns an array that belongs to no block."""
-    return equal(formula) if size == 1 else (Run(formula, ("of size", size), size),)
+        return Value.equal(total)
 
 
 def runs_of(values: Iterable[Value]) -> list[Run]:
@@ -205,26 +223,4 @@ def runs_of(values: Iterable[Value]) -> list[Run]:
 def with_formulas(values: Sequence[Value], formulas: Iterable[int]) -> list[Value]:
     """Returns values with other formulas, one for each run."""
     given = iter(formulas)
-    return [tuple(run._replace(formula=next(given)) for run in value) for value in values]
-
-
-def in_runs(value: Value, like: Value) -> Value:
-    """Divides a value whose elements are all equal into the runs of another value; returns others as they are."""
-    if len(value) == len(like) or not is_equal(value):
-        return value
-    return tuple(own._replace(size=run.size) for own in value for run in like)
-
-
-def between(value: Value, size: int, start: int, end: int) -> Value | None:
-    """Returns the elements from one to another of an array of this size; `None` if no runs begin and end there."""
-    if is_equal(value):
-        return value
-    found, at = [], 0
-    for run in value:
-        first, last = max(start, at), min(end, at + run.size)
-        at += run.size
-        if first < last:
-            if run.place is not None and last - first < run.size:
-                return None
-            found.append(run._replace(size=last - first))
-    return tuple(found) if at == size and found else None
+    return [Value(run._replace(formula=next(given)) for run in value) for value in values]
