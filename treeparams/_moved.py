@@ -1,13 +1,13 @@
 """Finds the parameters that a training step can change, from its program and without running it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, cast
+from typing import Any, NamedTuple, ParamSpec, TypeGuard, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ._programs import Kind, Marks, is_floating, kind_of, makes_zeros, numbers_in, traced
+from ._programs import Kind, Marks, is_floating, kind_of, makes_zeros, traced
 from ._reached import reached
 from ._slots.index import Index
 from ._slots.layout import Layout, index_of, noted, trained_at
@@ -205,7 +205,7 @@ class _Same(Marks):
     nothing: Mark = frozenset()
 
     def of_constant(self, value: Any) -> Mark:
-        numbers = numbers_in(value)
+        numbers = self.numbers_in(value)
         if numbers is None or not np.isfinite(numbers).all():
             return _ANY
         has = bool(numbers.any()), numbers.size == 0 or not numbers.all()
@@ -269,7 +269,7 @@ class _Same(Marks):
         ]
 
 
-def _is_row(value: Any, eqn: JaxprEqn) -> bool:
+def _is_row(value: Any, eqn: JaxprEqn) -> TypeGuard[_Given]:
     """Returns whether a value is the row that this scan takes."""
     return isinstance(value, _Given) and value.scans[-1:] == (id(eqn),)
 

@@ -248,6 +248,15 @@ class Marks(Walk[Any]):
         """Returns the mark of a constant that is no ref."""
         return self.nothing
 
+    def numbers_in(self, constant: Any) -> np.ndarray | None:
+        """Returns the numbers in a constant of a program, or `None` if they cannot be read."""
+        if isinstance(constant, Tracer) or constant is None or is_ref(constant):
+            return None
+        if isinstance(constant, jax.Array) and (constant.is_deleted() or not constant.is_fully_addressable):
+            return None
+        dtype = getattr(constant, "dtype", float)
+        return np.asarray(constant) if any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) else None
+
     def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         """Returns the marks of an operation's results."""
         if Kind.REF in kind_of(eqn):
@@ -444,6 +453,21 @@ def derivative(eqn: JaxprEqn, moves: Sequence[bool]) -> ClosedJaxpr:
     return jax.make_jaxpr(of)(operands, operands)
 
 
+def backward(eqn: JaxprEqn, moves: Sequence[bool]) -> ClosedJaxpr:
+    """Returns the program of an operation and its derivative backwards, with respect to the operands that move.
+
+    It maps operands and cotangents, one for each result, to results and the cotangents of the operands that move.
+    """
+    kept = [is_floating(var.aval) for var in eqn.outvars]
+
+    def of(values: list[Any], cotangents: list[Any]) -> tuple[list[Any], Any]:
+        moving, still = eqx.partition(values, list(moves))
+        outs, pull_back = jax.vjp(lambda moving: eqx.filter(bind(eqn, eqx.combine(moving, still)), kept), moving)
+        return outs, pull_back(eqx.filter(cotangents, kept))
+
+    return jax.make_jaxpr(of)([atom.aval for atom in eqn.invars], [var.aval for var in eqn.outvars])
+
+
 def traced(f: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Traces a user's function to a program; if the function needs values, the error explains why there are none."""
     try:
@@ -460,16 +484,6 @@ _NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 _TRACED = "the function is traced, as by jax.jit, so its control flow must not depend on values of the model"
-
-
-def numbers_in(constant: Any) -> np.ndarray | None:
-    """Returns the numbers in a constant of a program, or `None` if they cannot be read."""
-    if isinstance(constant, Tracer) or constant is None or is_ref(constant):
-        return None
-    if isinstance(constant, jax.Array) and (constant.is_deleted() or not constant.is_fully_addressable):
-        return None
-    dtype = getattr(constant, "dtype", float)
-    return np.asarray(constant) if any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) else None
 
 
 def is_floating(aval: object) -> bool:

@@ -5,24 +5,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, cast
 
-import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ._programs import (
-    Cell,
-    Kind,
-    Marks,
-    bind,
-    derivative,
-    is_floating,
-    is_high,
-    kind_of,
-    makes_zeros,
-    numbers_in,
-    traced,
-)
+from ._programs import Cell, Kind, Marks, backward, derivative, is_floating, is_high, kind_of, makes_zeros, traced
 from ._slots.layout import Layout, Trainable, trained_at
 from ._slots.parts import Parts, put_together, take_apart
 from ._tree.text import describe
@@ -176,20 +163,11 @@ def _by_rule(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[in
 
 def _by_cotangents(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int]]:
     # The rule gives the results for each operand, and this function inverts that relation.
-    operands, results = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
-    kept = list(map(is_floating, results))
-
-    def of(values: list[Any], cotangents: list[Any]) -> Any:
-        moving, still = eqx.partition(values, moves)
-        _, pull_back = jax.vjp(lambda moving: eqx.filter(bind(eqn, eqx.combine(moving, still)), kept), moving)
-        return pull_back(eqx.filter(cotangents, kept))
-
-    # The derivatives come one after another, for the operands that move alone.
-    count = len(results)
-    columns = iter(_dependent(jax.make_jaxpr(of)(operands, results), len(operands), count))
-    column_of = [next(columns) if move else 0 for move in moves]
-    rows = [[i for i, column in enumerate(column_of) if result in _bits(column, count)] for result in range(count)]
-    return rows, [i for i, column in enumerate(column_of) if column >> count]
+    program, count = backward(eqn, moves), len(eqn.outvars)
+    moving = [i for i, move in enumerate(moves) if move]
+    columns = dict(zip(moving, _dependent(program, len(moves), count)[-len(moving) :], strict=True))
+    rows = [[i for i, column in columns.items() if result in _bits(column, count)] for result in range(count)]
+    return rows, [i for i, column in columns.items() if column >> count]
 
 
 def _bits(mark: int, count: int) -> list[int]:
@@ -212,7 +190,7 @@ class _Dependent(Marks):
         self._other = other
 
     def of_constant(self, value: Any) -> int:
-        numbers = numbers_in(value)
+        numbers = self.numbers_in(value)
         return 0 if numbers is not None and not numbers.any() else self._other
 
     def operation(self, eqn: JaxprEqn, its: list[int]) -> Sequence[int]:

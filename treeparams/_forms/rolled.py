@@ -23,19 +23,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._programs import (
-    Kind,
-    Walk,
-    as_closed,
-    bind,
-    called,
-    derivative,
-    is_floating,
-    is_high,
-    kind_of,
-    name_of,
-    programs,
-)
+from .._programs import Kind, Walk, backward, bind, called, derivative, is_floating, is_high, kind_of, name_of, programs
 from .block import with_gaps
 from .primitives import cut, cut_p
 
@@ -366,47 +354,27 @@ class _Kinds:
         self._pieces = pieces
         self._known: dict[Any, Any] = {}  # the keys of programs: most stand at many places
 
-    def of(self, equation: Equation) -> Any:
+    def of(self, equation: Equation, orders: int = _ORDERS, type_of: Callable[[Var], Any] | None = None) -> Any:
         """Returns the key of an equation."""
-        is_piece = lambda operand: not isinstance(operand, jex.Literal) and operand in self._pieces
-        types = [
-            self._pieces[each]._replace(start=0) if is_piece(each) else (isinstance(each, jex.Literal), each.aval)
-            for each in equation.invars
-        ]
-        return (
-            equation.primitive,
-            tuple(types),
-            tuple([var.aval for var in equation.outvars]),
-            self._params(equation, _ORDERS),
-        )
-
-    def _params(self, equation: Equation, orders: int) -> Any:
-        params = {name: self._param(value, orders) for name, value in equation.params.items()}
+        type_of = type_of or self._type
+        types = tuple(map(type_of, equation.invars)), tuple(map(type_of, equation.outvars))
+        within = tuple([self._program(each, orders) for each in programs(equation)])
+        params, rule = equation.params, None
         if is_high(equation) or equation.primitive.name.startswith("custom_"):
             # The rules are closures, made anew at each call. What they do is the program of the derivative. That may
             # hold the function itself, as that of `jax.nn.relu` does, so they are followed to the second derivative.
-            plain = jex.ClosedJaxpr, jex.Jaxpr, bool, int, str
-            params = {name: params[name] for name in params if isinstance(equation.params[name], plain)}
-            params["name"] = name_of(equation) if Kind.RULE in kind_of(equation) else repr(equation.params.get("_prim"))
-            params["rule"] = self._rule(equation, orders - 1) if orders else ()
-        return tuple(sorted(params.items()))
+            params = {name: value for name, value in params.items() if isinstance(value, (bool, int, str))}
+            name = name_of(equation) if Kind.RULE in kind_of(equation) else repr(equation.params.get("_prim"))
+            rule = name, self._rule(equation, orders - 1) if orders else None
+        return equation.primitive, *types, within, rule, tuple([(name, _key(params[name])) for name in sorted(params)])
 
-    def _param(self, value: Any, orders: int) -> Any:
-        if isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
-            key = id(value), orders
-            if key not in self._known:
-                self._known[key] = self._program(as_closed(value), orders), value  # which keeps its id
-            return self._known[key][0]
-        if isinstance(value, (tuple, list)):
-            return tuple([self._param(each, orders) for each in value])
-        if isinstance(value, np.ndarray):
-            return value.dtype, value.shape, value.tobytes()
-        with contextlib.suppress(TypeError):
-            hash(value)
-            return type(value), value
-        return id(value)
+    def _type(self, var: Var) -> Any:
+        is_literal = isinstance(var, jex.Literal)
+        is_piece = not is_literal and var in self._pieces
+        return self._pieces[var]._replace(start=0) if is_piece else (is_literal, var.aval)
 
     def _program(self, program: jex.ClosedJaxpr, orders: int) -> Any:
+        key, jaxpr = (id(program.jaxpr), *map(id, program.consts), orders), program.jaxpr
         numbers: dict[Var, int] = {}
 
         def name(var: Var) -> Any:
@@ -414,31 +382,37 @@ class _Kinds:
                 return var.aval, np.asarray(var.val).tobytes()
             return numbers.setdefault(var, len(numbers)), var.aval
 
-        jaxpr = program.jaxpr
-        operands = tuple([name(var) for var in (*jaxpr.constvars, *jaxpr.invars)])
-        equations = tuple(
-            (each.primitive, tuple(map(name, each.invars)), self._params(each, orders), tuple(map(name, each.outvars)))
-            for each in program.eqns
-        )
-        return operands, equations, tuple(map(name, jaxpr.outvars)), tuple(map(id, program.consts))
+        if key not in self._known:
+            operands = tuple(map(name, (*jaxpr.constvars, *jaxpr.invars)))
+            equations = tuple([self.of(each, orders, name) for each in jaxpr.eqns])
+            # With the program, which keeps its id.
+            self._known[key] = (operands, equations, tuple(map(name, jaxpr.outvars)), key[1:-1]), program
+        return self._known[key][0]
 
     def _rule(self, equation: Equation, orders: int) -> Any:
         """Returns the program of an equation's derivative; if it has none, a value that equals nothing else."""
-        operands = [var.aval for var in equation.invars]
+        operands = [is_floating(var.aval) for var in equation.invars]
+        differentiated = backward if Kind.BACKWARD in kind_of(equation) else derivative
         # A function may have closed over the first operands, in which its rule has no derivative.
         for closed_over in range(len(operands)):
-            moves = [i >= closed_over and is_floating(aval) for i, aval in enumerate(operands)]
             with contextlib.suppress(Exception):  # whatever a user's rule raises, it raises again where it is used
-                if Kind.BACKWARD not in kind_of(equation):
-                    return self._param(derivative(equation, moves), orders)
-                return self._param(jax.make_jaxpr(functools.partial(_pull_back, equation, moves))(operands), orders)
+                moves = [i >= closed_over and floats for i, floats in enumerate(operands)]
+                return self._program(differentiated(equation, moves), orders)
         return object()
 
 
-def _pull_back(equation: Equation, moves: Sequence[bool], values: list[Any]) -> Any:
-    moving, still = eqx.partition(values, list(moves))
-    outs, back = jax.vjp(lambda moving: bind(equation, eqx.combine(moving, still)), moving)
-    return outs, back(outs)
+def _key(value: Any) -> Any:
+    """Returns what two equal parameters of equations have in common; nothing of programs, which are compared apart."""
+    if isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
+        return None
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    with contextlib.suppress(TypeError):
+        hash(value)
+        return type(value), value
+    return id(value)
 
 
 # -- The program with scans in it --------------------------------------------------------------------------------------
