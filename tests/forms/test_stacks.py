@@ -185,7 +185,7 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
             ValueError,
             r"'m' in 'float32\[2,2\]' of group 'rest', but there",
         ),
-        (lambda: tp.ravel(SMALL)[1](ROWS), TypeError, r"a vector of shape \(8,\) and floating dtype, got Stacks"),
+        (lambda: tp.ravel(SMALL)[1](ROWS), TypeError, r"a vector of shape \(8,\) and floating dtype, got dict"),
         (lambda: tp.ravel(SMALL)[1].place("m"), ValueError, r"'m' is in a vector, at layout.slice\('m'\)"),
         (lambda: WAY.place("a"), KeyError, "'a'.*no path of a leaf|'a' is"),
         (lambda: WAY.place("n"), KeyError, "not a parameter"),

@@ -161,15 +161,30 @@ BY_NAME = {
         lambda tree: jax.tree.map_with_path(lambda path, _: _is_bias(path), tree),
     ),
     "update": optax.stateless(lambda grads, params: _twice_the_biases(grads)),
-    "paths of this library": optax.stateless(lambda grads, params: _first_alone(grads)),
+    "the first": optax.stateless(lambda grads, params: _first_alone(grads)),
 }
 
 
-@pytest.mark.parametrize("form", [*FORMS.values(), lambda tx: optim.stacked(optim.per_leaf(tx))], ids=[*FORMS, "rows"])
+@forms
 @pytest.mark.parametrize("name", BY_NAME)
 def test_refuses_what_goes_by_names(name, form):
-    with pytest.raises(ValueError, match=NAMES):
+    with pytest.raises(ValueError, match=SHAPES if name == "the first" else NAMES):
         form(BY_NAME[name]).init(MODEL)
+
+
+@forms
+def test_a_name_that_the_model_does_not_have_makes_no_difference(form):
+    tx, others = form(BY_NAME["a mask"]), {"a": jnp.ones((3, 4)), "c": [jnp.ones(4), jnp.ones(4)]}
+    tx.init(others)
+    with pytest.raises(ValueError, match=NAMES):  # in the next model it does
+        tx.init({"a": jnp.ones((3, 4)), "bias": [jnp.ones(4), jnp.ones(4)]})
+
+
+@forms
+def test_of_many_names_those_that_differ_in_a_number_are_one(form):
+    model = {"layers": [{"w": jnp.ones(2), "bias": jnp.ones(2)} for _ in range(20)]}
+    with pytest.raises(ValueError, match=NAMES):
+        form(BY_NAME["update"]).init(model)
 
 
 def test_rows_within_are_known_to_be_right_but_not_what_goes_into_them():
@@ -182,8 +197,6 @@ def test_rows_within_are_known_to_be_right_but_not_what_goes_into_them():
 
     with pytest.raises(ValueError, match=SHAPES):
         optim.stacked(optax.GradientTransformation(optim.per_leaf(optax.scale(1.0)).init, by_the_first)).init(MODEL)
-    with pytest.raises(ValueError, match=SHAPES):  # a vector has no rows
-        optim.flat(optim.per_leaf(optax.lamb(0.1))).init(MODEL)
 
 
 def _called_back(scale):

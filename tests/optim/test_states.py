@@ -177,7 +177,7 @@ def test_extra_arguments_reach_what_is_within_multisteps():
     model = {"a": jnp.ones(2), "b": jnp.ones(2)}
     for tx in (
         optim.trainable(optax.MultiSteps(scaled, 1)),
-        optim.trainable(optim.per_leaf(optax.MultiSteps(scaled, 1))),
+        optim.stacked(optim.per_leaf(optax.MultiSteps(scaled, 1))),
     ):
         updates, _ = tx.update(tp.copy(model), tx.init(model), model, scale=0.1)
         assert_close(updates, jax.tree.map(lambda leaf: -0.1 * leaf, model))
@@ -194,20 +194,6 @@ def test_active_reaches_stacks_within_multisteps():
 
 
 # -- Two boundaries, other states --------------------------------------------------------------------------------------
-
-
-def test_two_boundaries_in_one_combination_are_refused_by_themselves():
-    model = {"a": jnp.ones(2, jnp.complex64)}
-    one = optim.trainable(optax.sgd(0.1))
-    for chain in (optax.chain(one, optax.scale(1.0), one), optax.chain(optax.chain(one, optax.scale(1.0)), one)):
-        with pytest.raises(
-            ValueError,
-            match="updates of another transformation over models; use one transformation over models, outermost",
-        ):
-            chain.update(tp.copy(model), chain.init(model), model)
-    alone = optax.chain(optax.scale(1.0), one)
-    updates, _ = alone.update(tp.copy(model), alone.init(model), model)
-    assert_close(updates, {"a": jnp.full(2, -0.1 + 0j, jnp.complex64)})
 
 
 def test_masks_and_partitions_stand_within():
@@ -266,7 +252,7 @@ def test_a_vector_warns_of_gradients_by_another_layout():
 def test_a_group_that_was_empty_begins_with_the_rate_that_was_set():
     model = {"a": jnp.ones(1), "b": jnp.ones(1)}
     sgd = optax.inject_hyperparams(optax.sgd)
-    tx = optim.trainable(optim.groups({"a": optim.per_leaf(sgd(0.1))}, default=optim.per_leaf(sgd(0.1))), "a")
+    tx = optim.stacked(optim.groups({"a": optim.per_leaf(sgd(0.1))}, default=optim.per_leaf(sgd(0.1))), "a")
     state = optim.adjust(tx.init(model), learning_rate=0.5)
     state = optim.set_trainable(tx, state, model)
     assert_close(tx.update(tp.copy(model), state, model)[0], {"a": jnp.full(1, -0.5), "b": jnp.full(1, -0.5)})
@@ -291,7 +277,7 @@ def test_a_rule_that_is_made_anew_for_each_update_is_looked_at_once():
 def test_a_group_whose_parameters_all_wait_goes_on_without_them():
     model = {"a": jnp.ones(2), "b": jnp.ones(2)}
     adam = optim.per_leaf(optax.adam(0.1))
-    tx = optim.trainable(optim.groups({"a": adam}, default=adam))
+    tx = optim.stacked(optim.groups({"a": adam}, default=adam))
     _, state = tx.update(tp.copy(model), tx.init(model), model)
     frozen = optim.set_trainable(tx, state, model, "b")
     updates, after = tx.update({"b": model["b"]}, frozen, model)

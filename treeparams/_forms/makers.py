@@ -19,7 +19,7 @@ from .._tree.dtypes import common_dtype, is_complex, is_inexact
 from .._tree.text import count_of, describe, quoted
 from .._tree.types import PyTree
 from .block import Block
-from .form import Form, Stacks
+from .form import Form
 from .mesh import is_sharded, split
 
 _LONGEST = 2**31 - 1  # offsets in compiled programs are 32 bits wide
@@ -97,7 +97,7 @@ def stacks_of(layout: Layout, groups: Mapping[str, Where] | None = None) -> Form
 
 def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]]) -> Form:
     """Returns stacks for groups of slots; the only group `None` means no groups."""
-    tree: dict[Any, Stacks] = {name: Stacks() for name in groups}
+    tree: dict[Any, Any] = {name: {} for name in groups}
     for name, numbers in groups.items():
         for slot in numbers:
             tree[name].setdefault(layout.slots[slot].key, []).append(slot)
@@ -122,7 +122,7 @@ def stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[str] | None = None)
         where = groups[i] if groups is not None else _devices_of(array)
         alike.setdefault((describe(array), where), []).append(i)
     several = [rows for rows in alike.values() if len(rows) > 1]
-    form = _stacks(Stacks({f"{i:06}": rows for i, rows in enumerate(several)}), [""] * len(arrays), arrays)
+    form = _stacks({f"{i:06}": rows for i, rows in enumerate(several)}, [""] * len(arrays), arrays)
     return dataclasses.replace(form, blocks=tuple([dataclasses.replace(each, dtypes=()) for each in form.blocks]))
 
 

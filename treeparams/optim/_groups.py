@@ -5,22 +5,24 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.tree_util as jtu
 import optax
 
-from .._forms.form import Form, Stacks
+from .._forms.form import Form
 from .._slots.index import Index
 from .._slots.layout import index_of
 from .._slots.parts import take_apart
 from .._slots.where import name_of
 from .._tree.paths import join_path
 from .._tree.recognise import structure_of
+from .._tree.structure import is_array
 from .._tree.tables import Table, as_html, as_text
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree
+from ._coupling import without_nodes
 from ._entries import Keys, check_entries, entries_of
 from ._master import copies_in
-from ._named import Named
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 
 
@@ -113,6 +115,7 @@ class _Groups:
 
     def init(self, params: PyTree) -> Any:
         """Returns the states of the rules, and the parameters of each."""
+        shown, params = params, without_nodes(params)
         structure = structure_of(params)[2]
         are_of_stacks, paths = are_stacks(params), structure.paths
         if None in structure.specs:
@@ -126,7 +129,7 @@ class _Groups:
             members[name].append(path)
         groups = tuple(Group(name, tuple(own)) for name, own in members.items())
         keys = Keys([] if are_of_stacks else [*self.wheres.values()])
-        return GroupsState(self._partition(groups).init(params).inner_states, groups, keys)
+        return GroupsState(self._partition(groups).init(shown).inner_states, groups, keys)
 
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: object) -> tuple[PyTree, Any]:
         """Returns the updates, each from the rule of its group, and the next states."""
@@ -150,7 +153,8 @@ class _Groups:
         Its rows have no paths here, so the group that it lies in among the stacks decides.
         """
         leaves = jtu.tree_flatten_with_path(stacks)[0]
-        given = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
+        found = [_keys_of_stack(path, leaf) or () for path, leaf in leaves]
+        given = {i: str(keys[-2].key) for i, keys in enumerate(found) if len(keys) > 1}
         if self._has_default():
             # A rule for a group that the stacks do not have is a mistake: the default is for groups without a rule.
             is_fine = self.wheres.keys() <= set(stacks)
@@ -176,18 +180,29 @@ class _Groups:
 
 
 def are_stacks(params: PyTree) -> bool:
-    """Returns whether all leaves are in stacks, and there is at least one."""
-    return bool(jtu.tree_leaves(params)) and all(map(_is_stacks, jtu.tree_leaves(params, is_leaf=_is_stacks)))
+    """Returns whether all arrays of a tree are stacks, whose rows have no paths."""
+    leaves = jtu.tree_flatten_with_path(params)[0]
+    return bool(leaves) and None not in [_keys_of_stack(path, leaf) for path, leaf in leaves]
 
 
-def _is_stacks(node: object) -> bool:
-    """Returns whether the leaves below a node have no paths of the model."""
-    return isinstance(node, (Stacks, Named))
+def _keys_of_stack(path: Sequence[Any], leaf: Any) -> Sequence[Any] | None:
+    """Returns the keys up to one that describes the rows of an array, as `tp.stack` has it, or a row that is compared.
+
+    Behind it there may be that of a node around the array.
+    """
+    rows = [jax.ShapeDtypeStruct(leaf.shape[n:], leaf.dtype) for n in (0, 1)] if is_array(leaf) else []
+    words = set(map(describe, rows))
+    ends = [end for end in (len(path) - 1, len(path)) if end > 0]
+    return next(
+        (path[:end] for end in ends if words.intersection(str(getattr(path[end - 1], "key", "")).split(" "))), None
+    )
 
 
 def _labelled(names: Mapping[str, str], tree: PyTree) -> PyTree:
     """Returns a tree of parameters with each replaced by the name of its group."""
-    return jtu.tree_unflatten(jtu.tree_structure(tree), [names[path] for path in structure_of(tree)[2].paths])
+    return jtu.tree_unflatten(
+        jtu.tree_structure(tree), [names[path] for path in structure_of(without_nodes(tree))[2].paths]
+    )
 
 
 def group_name(where: object) -> str:

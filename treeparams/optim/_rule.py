@@ -26,19 +26,17 @@ from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from ._boundary import (
     check_model,
-    check_no_updates,
     check_run,
     check_ties,
     counted,
     counting,
-    note_updates,
-    refuse_another,
     taken_apart,
     zeros_filled,
 )
 from ._history import History, asked, regrouped, remembered
+from ._per_leaf import check_rows
 from ._scaled import ScaledState, check_names
-from ._separability import Kinds, check_form
+from ._separability import Known, check_form
 from ._sight import Run, Sight, Update, slots_of
 from ._state import (
     ONE,
@@ -89,7 +87,7 @@ class Rule:
         self.frozen = frozen
         self._words = words
         self._trial = dict(trial or {})
-        self._right_for: Kinds = frozenset()  # kinds of leaves
+        self._right_for: Known = frozenset()
         self._warned: set[int] = set()  # of layouts, by hash
 
     def __repr__(self) -> str:
@@ -126,9 +124,10 @@ class Rule:
     def fresh(self, parts: Parts[Any]) -> PyTree:
         """Returns a fresh state of the inner rule."""
         form = self.form_of(parts.layout)
-        self._right_for = check_form(self.tx, form, self._words, self._trial, self._right_for)
+        self._right_for = check_form(self.tx, parts.layout, form, self._words, self._trial, self._right_for)
         run = self.tx.init(form.holding(parts.slots))
         check_run(run, parts)
+        check_rows(run, form)
         return settled(run)
 
     def like(self, layout: Layout, made: PyTree = None) -> History:
@@ -168,7 +167,6 @@ class Rule:
         if params is None:
             raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
         histories = self.histories(state)
-        refuse_another()
         if updates is params:
             raise TypeError("the gradients are the model itself; write grads = tp.grad(loss)(model)")
         parts = taken_apart(params, state, updates)
@@ -176,7 +174,6 @@ class Rule:
         steps, runs, counts = self.steps(parts, self._gradients(parts, updates), running, extra)
         tree = parts.everywhere(steps)
         tree = tree if self.frozen is None else zeros_filled(params, tree)
-        note_updates(parts, tree, updates)
         seen, state = state.seen, state if state.seen & (state.seen - 1) else noticed(state)  # after 0, 1, 2, 4, 8 ...
         still, counts = counted(parts, state, steps), (*counts, *state.counts[len(runs) :])
         after = TrainableState(runs, state.held, counts, state.roles, still)
@@ -265,7 +262,6 @@ class Rule:
         if grads is None or isinstance(grads, (bool, int)):
             raise TypeError(f"expected a tree of gradients, as tp.grad(loss)(model) returns it, got {describe(grads)}")
         gradients = slot_gradients(parts.index, grads, None, wide=True)
-        check_no_updates(parts, grads)
         for slot in parts.index.complex_slots:
             # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
             if gradients[slot] is not None:

@@ -20,6 +20,7 @@ from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._clip import ClipState
+from ._coupling import compared
 from ._groups import GroupsState, check_groups, groups_in
 from ._history import History, remembered
 from ._rule import Rule
@@ -214,7 +215,11 @@ class _StackedRule(Rule):
     def _groups_of(self, layout: Layout) -> dict[str, list[int]] | None:
         """Returns the slots of each group of `optim.groups`; `None` if the rule has none."""
         try:
-            nodes = nodes_of(GroupsState, jax.eval_shape(self.tx.init, tree_of(layout).shapes()))
+            tree = tree_of(layout)
+            shown = compared(
+                tree.treedef, tree.keys, jtu.tree_leaves(tree.shapes())
+            )  # in which `per_leaf` looks at none
+            nodes = nodes_of(GroupsState, jax.eval_shape(self.tx.init, shown))
         except Exception:
             if self._has_groups:
                 raise

@@ -22,6 +22,7 @@ from .._slots.layout import index_of
 from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
+from ..optim._per_leaf import check_rows
 from ..optim._scaled import check_names
 from ..optim._separability import check_form
 from ..optim._stacked import WITHIN
@@ -137,9 +138,10 @@ def make_step(
     update = Update.of(tx, placement.layout, placement.in_update[0], average)
     pieces = count_of("microbatches", microbatches, "pieces")
     instead = WITHIN if any(placement.stacked) else 'use form="stacks" with optim.per_leaf, or form="tree"'
-    check_form(update.rule, placement.form, ("sharding.make_step", instead), {})
+    check_form(update.rule, placement.layout, placement.form, ("sharding.make_step", instead), {})
     kept = placement.made(update.start)
     check_names(kept[0], index_of(placement.layout))
+    check_rows(kept[0], placement.form)
     update.check()
     of_loss = Loss(loss, placement, compute, pieces, loss_takes == "form", has_aux, has_state)
     step = Step(placement, of_loss, update, kept)
