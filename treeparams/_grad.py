@@ -15,7 +15,6 @@ import jax.tree_util as jtu
 from jax.typing import ArrayLike
 
 from ._forms.mesh import result_varies, split_over, vary, varying
-from ._loss import check_options, check_result, checked_loss
 from ._reached import reaches
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
@@ -96,12 +95,12 @@ def value_and_grad(
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
-    check_options(trainable, has_aux)
+    _check_options(trainable, has_aux)
     if unreached not in get_args(Unreached):
         raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
     if f is None:
         return functools.partial(value_and_grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
-    call = checked_loss(f, "value_and_grad")
+    call = _checked_loss(f, "value_and_grad")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
@@ -123,7 +122,7 @@ def value_and_grad(
         try:
             value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
         except TypeError as error:
-            check_result(of_slots, parts.slots, has_aux, error)
+            _check_result(of_slots, parts.slots, has_aux, error)
             raise
         except (RuntimeError, ValueError) as error:
             name_deleted(error, model)
@@ -193,7 +192,7 @@ def grad(
     """
     if f is None:
         return functools.partial(grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
-    with_value = value_and_grad(checked_loss(f, "grad"), trainable, has_aux, unreached=unreached)
+    with_value = value_and_grad(_checked_loss(f, "grad"), trainable, has_aux, unreached=unreached)
 
     @functools.wraps(f)
     def gradient(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +260,7 @@ def accumulate(
     pieces = count_of("pieces", pieces, "pieces")
     if f is None:
         return functools.partial(accumulate, trainable=trainable, pieces=pieces)
-    call = checked_loss(f, "accumulate")
+    call = _checked_loss(f, "accumulate")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
@@ -329,3 +328,48 @@ def _count_examples(batch: PyTree) -> int:
     if 0 in found:
         raise ValueError(f"the batch has no examples: {found[0]} is empty")
     return next(iter(found))
+
+
+# -- Checks of a loss, of its options, and of the value that it returns ------------------------------------------------
+
+
+def _checked_loss(f: Any, verb: str) -> Callable[..., Any]:
+    """Returns the function to differentiate; raises a `TypeError` if an option was passed in its place."""
+    if not callable(f):
+        raise TypeError(
+            f"expected a function of the model, got {describe(f)}; name the options: "
+            f"tp.{verb}(trainable=...), and write tp.{verb}(loss)(model, x)"
+        )
+    return f
+
+
+def _check_options(trainable: object, has_aux: object) -> None:
+    """Raises a `TypeError` if an argument of the loss or of `jax.grad` was passed in place of an option."""
+    if isinstance(trainable, int) and not isinstance(trainable, bool):
+        raise TypeError(
+            "gradients are with respect to the model, the first argument of the loss; drop the number, got "
+            f"{trainable} for trainable="
+        )
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"has_aux must be True or False, got {describe(has_aux)}; write tp.grad(loss)(model, x)")
+
+
+def _check_result(of_slots: Callable[..., Any], slots: Sequence[Any], has_aux: bool, error: TypeError) -> None:
+    """Raises an error that describes the loss's result, if that is the reason why it has no gradient."""
+    try:
+        result = jax.eval_shape(of_slots, slots)
+    except Exception:
+        return
+    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(f"with has_aux=True the loss must return (value, aux), got {got}; drop has_aux=True") from error
+    value = result[0] if has_aux else result
+    if isinstance(value, tuple):
+        remedy = "; if the other items are auxiliary, write has_aux=True"
+    elif getattr(value, "shape", ()) != ():
+        remedy = "; write jnp.mean(...) or jnp.sum(...) of it"
+    else:
+        remedy = ""
+    if remedy or value is None or not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
+        got = got if value is result else describe(value)
+        raise TypeError(f"expected the loss to return a real scalar, got {got}{remedy}") from error

@@ -204,7 +204,7 @@ def test_a_model_whose_keys_read_like_stacks_is_a_model():
     stacks, restructure = tp.stack(model)
     assert_same(restructure(stacks), model)
     assert_same(tp.stack(stacks)[1](tp.stack(stacks)[0]), stacks)
-    tx, plain = optim.stacked(optim.per_leaf(optax.lion(0.1))), optax.lion(0.1)
+    tx, plain = optim.trainable(optim.per_leaf(optax.lion(0.1)), form="stacks"), optax.lion(0.1)
     want = plain.update(tp.copy(model), plain.init(model), model)[0]
     assert_close(tx.update(tp.copy(model), tx.init(model), model)[0], want)
 

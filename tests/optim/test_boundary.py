@@ -24,13 +24,17 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's rules prom
 
 def test_one_transformation_over_models():
     one, model = optim.trainable(optax.sgd(0.1)), {"w": jnp.ones(2), "v": jnp.ones(1)}
-    for form in (optim.trainable, optim.flat, optim.stacked):
+    for form in (
+        optim.trainable,
+        functools.partial(optim.trainable, form="vector"),
+        functools.partial(optim.trainable, form="stacks"),
+    ):
         with pytest.raises(ValueError, match=r"write one optim\.trainable"):
             form(one)
     for within in (
         optax.chain(optim.clip_by_global_norm(1.0), one),
         optim.groups({"w": one}, default=optax.sgd(1.0)),
-        optax.inject_hyperparams(lambda rate: optim.flat(optax.sgd(rate)))(0.1),
+        optax.inject_hyperparams(lambda rate: optim.trainable(optax.sgd(rate), form="vector"))(0.1),
     ):
         with pytest.raises(ValueError, match=r"write one optim\.trainable"):
             optim.trainable(within).init(model)
@@ -73,13 +77,17 @@ def test_dtypes_never_drift(form):
 
 TRANSFORMATIONS = {
     "trainable": lambda: optim.trainable(optax.chain(optim.clip_by_global_norm(0.5), optax.adam(0.1))),
-    "flat": lambda: optim.flat(optax.contrib.schedule_free_sgd(0.1)),
+    "flat": lambda: optim.trainable(optax.contrib.schedule_free_sgd(0.1), form="vector"),
     "groups": lambda: optim.trainable(
         optim.groups({"b": optax.inject_hyperparams(optax.sgd)(0.1)}, default=optax.MultiSteps(optax.adam(0.1), 3))
     ),
     "line search": lambda: optim.trainable(optim.groups({"a": LINE_SEARCH}, default=optax.sgd(0.1))),
-    "stacked": lambda: optim.stacked(optax.chain(optim.clip_by_global_norm(0.5), optim.per_leaf(optax.lamb(0.1)))),
-    "stacked groups": lambda: optim.stacked(optim.groups({"b": LINE_SEARCH}, default=optim.per_leaf(optax.lamb(0.1)))),
+    "stacked": lambda: optim.trainable(
+        optax.chain(optim.clip_by_global_norm(0.5), optim.per_leaf(optax.lamb(0.1))), form="stacks"
+    ),
+    "stacked groups": lambda: optim.trainable(
+        optim.groups({"b": LINE_SEARCH}, default=optim.per_leaf(optax.lamb(0.1))), form="stacks"
+    ),
 }
 
 
@@ -221,6 +229,16 @@ def test_injected_hyperparameters_around_and_copies():
     model, plain = two(), optim.trainable(optax.sgd(0.1))
     tx = optax.inject_hyperparams(lambda rate: optim.trainable(optax.sgd(rate)), hyperparam_dtype=jnp.float32)(0.1)
     want = optim.step(plain, tp.copy(model), plain.init(model), model)[0]
-    for each in (tx, *(copy.deepcopy(form(optax.sgd(0.1))) for form in (optim.trainable, optim.flat, optim.stacked))):
+    for each in (
+        tx,
+        *(
+            copy.deepcopy(form(optax.sgd(0.1)))
+            for form in (
+                optim.trainable,
+                functools.partial(optim.trainable, form="vector"),
+                functools.partial(optim.trainable, form="stacks"),
+            )
+        ),
+    ):
         assert_same(optim.step(each, tp.copy(model), each.init(model), model)[0], want)
     assert tx.init(model).inner_state.layout == tp.layout(model)

@@ -1,5 +1,6 @@
 """A rule over each leaf by itself: over stacks equal to Optax over the leaves, and refused where it couples them."""
 
+import functools
 import pickle
 
 import equinox as eqx
@@ -84,7 +85,10 @@ def test_equals_optax_over_the_leaves(name):
 _mask = {key: len(shape) > 2 for key, shape in SHAPES.items()}
 REFUSED = {
     "a model": (lambda: optim.trainable(optax.sgd(0.1)), "use one transformation over models, outermost"),
-    "a model within": (lambda: optax.chain(optim.flat(optax.sgd(0.1))), "use one transformation over models"),
+    "a model within": (
+        lambda: optax.chain(optim.trainable(optax.sgd(0.1), form="vector")),
+        "use one transformation over models",
+    ),
     "groups": (
         lambda: optim.groups({"**": optax.sgd(0.1)}),
         r"optim.groups selects by path.*write optim.groups\({'layers.0': opt",
@@ -164,7 +168,7 @@ def test_the_leading_axis_is_that_of_rows_wherever_the_array_stands():
         tx.init({"b": ramp()})
 
 
-@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+@pytest.mark.parametrize("form", [optim.trainable, functools.partial(optim.trainable, form="vector")])
 def test_forms_without_rows_refuse_it(form):
     with pytest.raises(ValueError, match=r"optim.per_leaf takes the leading axis of each array for rows"):
         form(optax.chain(optax.clip(1.0), optim.per_leaf(optax.sgd(0.1)))).init({"a": ramp(2, 3)})
@@ -259,7 +263,7 @@ def test_rows_of_a_model_equal_the_rule_leaf_by_leaf():
 
     partial = eqx.tree_at(lambda grads: grads.layers[0], grads, None)
     tree = optim.trainable(optax.lamb(0.1))
-    got, state = after(optim.stacked(optim.per_leaf(optax.lamb(0.1))), grads, partial, grads)
+    got, state = after(optim.trainable(optim.per_leaf(optax.lamb(0.1)), form="stacks"), grads, partial, grads)
     assert_close(got.layers[1:], after(tree, grads, grads, grads)[0].layers[1:], 1e-6)
     # Optax counts for all leaves together; this leaf has taken two steps, and nothing of it knows of a third.
     assert_close(got.layers[0], after(tree, grads, grads)[0].layers[0], 1e-6)
@@ -269,10 +273,11 @@ def test_rows_of_a_model_equal_the_rule_leaf_by_leaf():
 def test_hyperparameters_of_all_rows_and_of_leaves_that_are_thawed():
     model = {"a": ramp(2), "b": ramp(3), "c": [ramp(2) + i for i in range(4)]}
     rule = optax.chain(optax.inject_hyperparams(optax.sgd)(0.1), optax.inject_hyperparams(optax.scale)(3.0))
-    tx = optim.stacked(optim.per_leaf(rule), "a")
-    state = optim.set_trainable(tx, optim.adjust(tx.init(model), learning_rate=0.25), model, "**")
-    assert len(state.runs) == 2
+    tx = optim.trainable(optim.per_leaf(rule), "a", form="stacks")
     update = jax.jit(tx.update)
+    _, begun = update(model, optim.adjust(tx.init(model), learning_rate=0.25), model)
+    state = optim.set_trainable(tx, begun, model, "**")
+    assert len(state.runs) == 2
     want = jax.tree.map(lambda leaf: np.float32(-0.75) * np.asarray(leaf), model)
     assert_close(update(model, state, model)[0], want, 1e-6)
     state = optim.adjust(state, step_size=jnp.float32(1.0))
@@ -293,7 +298,7 @@ def test_hyperparameters_of_all_rows_and_of_leaves_that_are_thawed():
 def test_a_group_without_leaves_has_no_hyperparameters_yet():
     model = {"a": ramp(2), "b": ramp(3)}
     per_leaf = lambda rate: optim.per_leaf(optax.inject_hyperparams(optax.sgd)(rate))
-    tx = optim.stacked(optim.groups({"a": per_leaf(0.5)}, default=per_leaf(0.25)), "a")
+    tx = optim.trainable(optim.groups({"a": per_leaf(0.5)}, default=per_leaf(0.25)), "a", form="stacks")
     state = optim.set_trainable(tx, optim.adjust(tx.init(model), "a", learning_rate=2.0), model)
     want = {name: np.float32(-rate) * np.asarray(model[name]) for name, rate in (("a", 2.0), ("b", 0.25))}
     assert_close(jax.jit(tx.update)(model, state, model)[0], want)

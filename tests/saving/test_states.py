@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 RULE = optax.sgd(optax.linear_schedule(0.1, 0.0, 20), momentum=0.9)
 TXS = {
     "trainable": optim.trainable(RULE),
-    "flat": optim.flat(RULE),
-    "stacked": optim.stacked(RULE),
+    "flat": optim.trainable(RULE, form="vector"),
+    "stacked": optim.trainable(RULE, form="stacks"),
 }
 
 

@@ -95,12 +95,13 @@ def stacks_of(layout: Layout, groups: Mapping[str, Where] | None = None) -> Form
     return forms["stacks"]
 
 
-def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]]) -> Form:
-    """Returns stacks for groups of slots; the only group `None` means no groups."""
+def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]], *, is_apart: bool = False) -> Form:
+    """Returns stacks for groups of slots; the only group `None` means no groups. Apart, each has a single row."""
     tree: dict[Any, Any] = {name: {} for name in groups}
     for name, numbers in groups.items():
         for slot in numbers:
-            tree[name].setdefault(layout.slots[slot].key, []).append(slot)
+            key = layout.slots[slot].key
+            tree[name].setdefault(f"{key} {slot}" if is_apart else key, []).append(slot)
     return _stacks(tree.get(None, tree), layout.paths, layout.slots)
 
 

@@ -104,8 +104,8 @@ def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
 
 def _refuse(_: object) -> bytes:
     raise ValueError(
-        "an exported function cannot take a Rest or a Restructure as an argument, since functions of the model are in it: "
-        "close over it, as in jax.jit(lambda params: f(params, rest))"
+        "an exported function cannot take a Rest or a Restructure as an argument, since functions of the model are in "
+        "it: close over it, as in jax.jit(lambda params: f(params, rest))"
     )
 
 

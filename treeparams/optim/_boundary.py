@@ -70,6 +70,14 @@ def taken_apart(model: PyTree, state: TrainableState, grads: PyTree = None) -> P
                 "the gradients contain values that are not arrays, as a model does; the order is tx.update(grads, "
                 "state, model), optim.step(tx, grads, state, model)"
             ) from None
+        nodes = index_of(state.roles.layout).structure.nodes
+        if any(node.cls.__module__.startswith("flax.nnx") for node in nodes):
+            raise ValueError(
+                "the state was made from variables of flax.nnx, and the model has none: nnx.Optimizer passes one kind "
+                "of tree to init and another to update, so write the step yourself: graph, params, rest = "
+                "nnx.split(net, nnx.Param, ...); state = tx.init(params); params, state = optim.step(tx, grads, state, "
+                "params)"
+            ) from None
         raise ValueError(
             "the state was made from another tree (the first below) than this model (the second): write state = "
             "tx.init(model) with the whole model, not eqx.filter(model, ...) or a part of it, and pass the whole model "

@@ -102,7 +102,9 @@ jtu.register_pytree_with_keys(
 
 def compared(treedef: Any, keys: Sequence[Any], leaves: Sequence[Any]) -> PyTree:
     """Returns a tree with a node around each leaf."""
-    return jtu.tree_unflatten(treedef, [Compared(leaf, *path[-1:]) for path, leaf in zip(keys, leaves, strict=True)])
+    return jtu.tree_unflatten(
+        treedef, [Compared(leaf, path[-1] if path else None) for path, leaf in zip(keys, leaves, strict=True)]
+    )
 
 
 def is_compared(tree: PyTree) -> bool:

@@ -38,7 +38,7 @@ class PerLeafState:
     is_checked: bool = False
 
 
-PerLeafState.__module__ = "treeparams.optim"
+PerLeafState.__module__ = "treeparams.types"
 jtu.register_dataclass(PerLeafState, ["states", "spare"], ["is_checked"])
 
 
@@ -181,7 +181,7 @@ def _row(stack: Any) -> jax.ShapeDtypeStruct:
     if not jnp.ndim(stack):
         raise ValueError(
             f"optim.per_leaf takes the leading axis of each array for rows, and got {describe(stack)}; it is for the "
-            "stacks of tp.stack, or of optim.stacked"
+            "stacks of tp.stack, or of optim.trainable(tx, form='stacks')"
         )
     return jax.ShapeDtypeStruct(jnp.shape(stack)[1:], jnp.result_type(stack))
 
@@ -191,7 +191,8 @@ def check_rows(state: PyTree, form: Form) -> None:
     if nodes_of(PerLeafState, state) and not form.is_stacks:
         raise ValueError(
             "optim.per_leaf takes the leading axis of each array for rows of stacks, which this form does not have: "
-            "write optim.stacked(tx), or leave optim.per_leaf out, since a leaf of a tree is seen by itself"
+            "write optim.trainable(tx, form='stacks'), or leave optim.per_leaf out, since a leaf of a tree is seen by "
+            "itself"
         )
 
 

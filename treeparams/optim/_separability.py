@@ -8,18 +8,22 @@ shape, and each leaf must have the formula that it has without a name.
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from .._forms.form import Form
 from .._forms.makers import stacks_in_groups, tree_of, vector_of
+from .._forms.owners import Division
+from .._programs import Marks
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.parts import take_apart
+from .._tree.dtypes import is_complex
 from .._tree.text import describe, in_short
 from .._tree.types import PyTree
 from ._coupling import Extended, compared
@@ -168,21 +172,38 @@ def _goes_by_name(rule: Extended, layout: Layout, form: Form, extra: Mapping[str
     """Returns whether a leaf gets another update at its path in the model than without a name."""
     few = _few_names(layout.paths)
     tree = tree_of(trained_at(layout, [index_of(layout).positions[slot] for slot in few]))
-    leaves, apart = jtu.tree_leaves(tree.shapes()), [[i] for i in range(len(few))]
+    # Optax makes the hyperparameters of complex leaves complex.
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, np.float32 if is_complex(leaf.dtype) else leaf.dtype)
+        for leaf in jtu.tree_leaves(tree.shapes())
+    ]
+    apart = [[i] for i in range(len(few))]
     named, nameless = _Way(tree.join, apart), _Way(list, apart)
     if form.is_stacks:
-        group_of = {slot: keys[0].key if len(keys) > 1 else None for keys, own in _places(form) for slot in own}
+        places = zip(form.keys, form.members, strict=True)
+        group_of = {slot: keys[0].key if len(keys) > 1 else None for keys, own in places for slot in own}
         groups: dict[Any, list[int]] = {name: [] for name in _groups_of(form)}
         for i, slot in enumerate(few):
             groups.setdefault(group_of[slot], []).append(i)
         named, nameless = _Way(functools.partial(compared, tree.treedef, tree.keys), apart), _nameless(leaves, groups)
-    formulas, opaque = Formulas(), set[str]()
+    if _step_in_words(rule, named, leaves, extra) == _step_in_words(rule, nameless, leaves, extra):
+        return False
+    formulas, opaque = Formulas(), set[str]()  # the programs may differ in what makes no difference
     one, other = (_updates(formulas, opaque, rule, way, leaves, extra) for way in (named, nameless))
     return one != other
 
 
-def _places(form: Form) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    return zip(form.keys, form.members, strict=True)
+def _step_in_words(rule: Extended, way: _Way, leaves: Sequence[Any], extra: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """Returns the program of the first step, from leaf to leaf, and which arrays it closes over."""
+
+    def step(leaves: Sequence[Any], grads: Sequence[Any], value: Any) -> PyTree:
+        params = way.show(leaves)
+        updates, state = _step(rule, extra, way.show(grads), settled(rule.init(params)), params, value)
+        found = dict(zip([slot for (slot,) in way.slots], jtu.tree_leaves(updates), strict=True))
+        return [found[slot] for slot in sorted(found)], state
+
+    program, _ = _program(step, leaves, leaves, np.float32(0))
+    return str(program.jaxpr), list(map(id, program.consts))
 
 
 def _few_names(paths: Sequence[str]) -> list[int]:
@@ -270,3 +291,48 @@ def _of_each_element(params: PyTree, given: Factors) -> PyTree:
 def _loss(params: PyTree, *_: Any, **__: Any) -> Any:
     """Returns the sum of squares."""
     return sum(jnp.sum(jnp.square(leaf)) for leaf in jtu.tree_leaves(params))
+
+
+# -- Several histories -------------------------------------------------------------------------------------------------
+
+
+def couples_late(tx: Extended, form: Form, state: PyTree, division: Division, extra: Mapping[str, Any]) -> bool:
+    """Returns whether a rule couples leaves through what it has made of each with values that all of them share.
+
+    An example is a clip after Adam, which divides by a power of the step count. A clip before it couples gradients, and
+    these are what they are, whatever the count.
+
+    Args:
+        tx: the rule.
+        form: a form in which each leaf is an array.
+        state: the rule's state over it, as shapes.
+        division: the owners of its arrays.
+        extra: arguments that the rule needs, besides `value`, `grad` and `value_fn`.
+    """
+    params = form.shapes()
+    own = [1 << i for i in range(len(form.blocks))]
+    of_path = {form.paths[slot]: mark for mark, slots in zip(own, form.members, strict=True) for slot in slots}
+    kept = [1 << len(own) if its is None else of_path[its.paths[0]] for its in division.owners]
+    if division.problem or len(own) < 2:
+        return bool(division.problem)
+    program, _ = _program(functools.partial(_step, tx, extra), params, state, params, np.float32(0))
+    walk = _Late(len(own))
+    return any(mark & walk.late for mark in walk.run(program, [*own, *kept, *own, 0]))
+
+
+class _Late(Marks):
+    """Carries a mark for each leaf, one for values that all share, and one for what couples leaves with these."""
+
+    def __init__(self, leaves: int) -> None:
+        super().__init__()
+        self._shared, self.late = 1 << leaves, 2 << leaves
+
+    def operation(self, eqn: JaxprEqn, its: list[int]) -> Sequence[int]:
+        return list(map(self._coupled, super().operation(eqn, its)))
+
+    def _coupled(self, mark: int) -> int:
+        leaves = mark & (self._shared - 1)
+        if mark & self.late or not leaves & (leaves - 1):
+            return mark
+        # What several leaves have made together, without a count, is the same number for all of them.
+        return mark | self.late if mark & self._shared else 0
