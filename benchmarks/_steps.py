@@ -154,7 +154,7 @@ def update_of(optimiser: optax.GradientTransformation) -> Callable[[Any, Any], t
 
 def updated(optimiser: optax.GradientTransformation, grads: Any, params: Any, moments: Any) -> tuple[Any, Any]:
     """Parameters and state after an update by plain Optax, or by what takes models."""
-    if isinstance(optimiser, optim.ModelTransformation):
+    if isinstance(optimiser, tp.types.ModelTransformation):
         return optim.step(optimiser, grads, moments, params)
     updates, after = optimiser.update(grads, moments, params)
     return optax.apply_updates(params, updates), after

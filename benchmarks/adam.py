@@ -1,11 +1,11 @@
 """One Adam update of many leaves of 8x8, and what it costs to build.
 
 The yardstick updates the vector of `tp.ravel`. Optax updates the tree, leaf by leaf; `optax.flatten` joins the tree to
-a vector within each update and cuts it again. So do `optim.trainable`, leaf by leaf, and `optim.flat`, joined, over the
-whole model. All are jitted and donate parameters and state. Each is called until it is done, and given its gradient in
-the form of its parameters. The first call traces, lowers and compiles. The last table is of an update outside of `jit`,
-with the new parameters, not donated, until all is there: Optax over the parameters of `tp.partition`, the others over
-the model that they are from, layers of 8x8 and 8.
+a vector within each update and cuts it again. So do `optim.trainable`, leaf by leaf, and its `form="vector"`, joined,
+over the whole model. All are jitted and donate parameters and state. Each is called until it is done, and given its
+gradient in the form of its parameters. The first call traces, lowers and compiles. The last table is of an update
+outside of `jit`, with the new parameters, not donated, until all is there: Optax over the parameters of `tp.partition`,
+the others over the model that they are from, layers of 8x8 and 8.
 """
 
 import functools
@@ -26,7 +26,7 @@ from ._programs import until_done
 from ._steps import Loop, update_of, updated
 
 _TP, _OPTAX, _FLATTEN = "vector", "optax, per leaf", "optax.flatten"
-_TRAINABLE, _FLAT = "optim.trainable", "optim.flat"
+_TRAINABLE, _FLAT = "optim.trainable", "form='vector'"
 _ADAM = optax.adam(1e-3)
 _MOST = 100  # leaves that `optax.flatten` takes: of ten times as many its first call takes a quarter of a minute
 
@@ -52,7 +52,7 @@ def _cases(leaves: int) -> Mapping[str, Loop]:
     tree = _tree(leaves)
     vector, _ = tp.ravel(tree)
     optimisers = {_OPTAX: _ADAM, _FLATTEN: optax.flatten(_ADAM), _TRAINABLE: optim.trainable(_ADAM)}
-    optimisers[_FLAT] = optim.flat(_ADAM)
+    optimisers[_FLAT] = optim.trainable(_ADAM, form="vector")
     if leaves > _MOST:
         del optimisers[_FLATTEN]
     return {_TP: _loop(_ADAM, vector)} | {name: _loop(each, tree) for name, each in optimisers.items()}
@@ -68,7 +68,11 @@ def _outside_of_jit(leaves: int) -> Mapping[str, Callable[[], Any]]:
     model = net(leaves, 8)
     params, _ = tp.partition(model)
     grads = jax.tree.map(jnp.ones_like, params)
-    cases = {_OPTAX: (_ADAM, params), _TRAINABLE: (optim.trainable(_ADAM), model), _FLAT: (optim.flat(_ADAM), model)}
+    cases = {
+        _OPTAX: (_ADAM, params),
+        _TRAINABLE: (optim.trainable(_ADAM), model),
+        _FLAT: (optim.trainable(_ADAM, form="vector"), model),
+    }
     return {
         name: until_done(functools.partial(updated, tx), (grads, given, tx.init(given)))
         for name, (tx, given) in cases.items()

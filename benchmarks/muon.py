@@ -1,7 +1,7 @@
 """Rules that look at matrices, over stacks (`optim.per_leaf`): an update, and the new parameters, of matrices of 64x64.
 
 The yardstick is Optax leaf by leaf under `jax.jit`. Stacks take the rule by way of `optim.per_leaf`, all rows together
-or one after another (`at_once=1`). `optim.stacked` takes the tree: it stacks parameters and gradients in each step. (In
+or one after another (`at_once=1`). `form="stacks"` takes the tree: it stacks parameters and gradients in each step. (In
 a vector there are no matrices.) Steps donate their state. What is built within two seconds is built three times, in
 turn, and the median counts.
 
@@ -24,7 +24,7 @@ from treeparams import optim
 from ._harness import Scale, Table, at_most
 from ._steps import RATE, Loop, builds_and_steps, sweep_of_steps, update_of
 
-_JAX, _STACKS, _ROW_BY_ROW, _STACKED = "jax.jit", "stacks", "stacks, row by row", "optim.stacked"
+_JAX, _STACKS, _ROW_BY_ROW, _STACKED = "jax.jit", "stacks", "stacks, row by row", "form='stacks'"
 _AT_ONCE, _ONE_BY_ONE = "products at once", "products one by one"
 _RULES = {"Muon": optax.contrib.muon(RATE), "Adafactor": optax.adafactor(RATE, min_dim_size_to_factor=32)}
 
@@ -64,7 +64,7 @@ def _updating(rule: str, leaves: int) -> dict[str, Callable[[], Loop]]:
         _JAX: lambda: jitted(tx, tree),
         _STACKS: lambda: jitted(optim.per_leaf(tx), tp.stack(tree)[0]),
         _ROW_BY_ROW: lambda: jitted(optim.per_leaf(tx, at_once=1), tp.stack(tree)[0]),
-        _STACKED: lambda: jitted(optim.stacked(optim.per_leaf(tx)), tree),
+        _STACKED: lambda: jitted(optim.trainable(optim.per_leaf(tx), form="stacks"), tree),
     }
     if rule == "Muon":
         for name, through in {_AT_ONCE: jax.vmap, _ONE_BY_ONE: lambda f: lambda rows: jax.lax.map(f, rows)}.items():

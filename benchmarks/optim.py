@@ -2,9 +2,10 @@
 
 The first table is of the net and the batch of `step`, a whole training step: loss, gradient, Adam, new parameters. The
 yardstick is plain Optax over the parameters of `tp.partition`, by hand. `optim.trainable` passes the model itself to
-`tp.value_and_grad` and `optim.step`; `optim.flat` joins the gradients to one vector in each step and cuts the updates
-out of it. Equinox and Flax train as their documentation says. Every state is donated. That all take the same steps is
-asserted. Operations and bytes are XLA's own figures. (For an update without a gradient, outside of `jit` too: `adam`.)
+`tp.value_and_grad` and `optim.step`; `form="vector"` joins the gradients to one vector in each step and cuts the
+updates out of it. Equinox and Flax train as their documentation says. Every state is donated. That all take the same
+steps is asserted. Operations and bytes are XLA's own figures. (For an update without a gradient, outside of `jit` too:
+`adam`.)
 
 In the second table a net is thawed in equal portions, one step apart, so that its leaves have one, two or three
 histories; a clip by the global norm goes before Adam. All leaves train in the steps that count.
@@ -38,7 +39,7 @@ from ._steps import (
     with_tree,
 )
 
-_HAND, _TRAINABLE, _FLAT = "by hand", "optim.trainable", "optim.flat"
+_HAND, _TRAINABLE, _FLAT = "by hand", "optim.trainable", "form='vector'"
 _LIMIT = 1.005
 
 
@@ -131,7 +132,7 @@ def _by_us(make: Callable[..., Any], task: Task) -> Loop:
 _MAKERS: dict[str, Callable[[Task], Loop]] = {
     _HAND: with_tree,
     _TRAINABLE: lambda task: _by_us(optim.trainable, task),
-    _FLAT: lambda task: _by_us(optim.flat, task),
+    _FLAT: lambda task: _by_us(functools.partial(optim.trainable, form="vector"), task),
     "eqx.filter_jit": with_equinox,
     "nnx.jit": with_nnx,
 }

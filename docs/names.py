@@ -12,11 +12,14 @@ PREFIXES = {
     "np": "numpy",
     "eqx": "equinox",
     "jnp": "jax.numpy",
-    **{name: f"treeparams.{name}" for name in ("lax", "optim", "nested", "matrices", "saving", "sharding", "plot")},
+    **{
+        name: f"treeparams.{name}"
+        for name in ("lax", "optim", "nested", "matrices", "saving", "sharding", "plot", "types")
+    },
     **{name: f"treeparams.{name.capitalize()}" for name in ("layout", "restructure", "view", "rest")},
-    **{name: f"treeparams.{name}" for name in ("Layout", "Restructure", "View", "Rest", "Ema", "Slot", "Diff")},
+    **{name: f"treeparams.{name}" for name in ("Layout", "Restructure", "View", "Rest", "Ema", "Slot")},
     "Operator": "treeparams.nested.Operator",
-    "state": "treeparams.optim.TrainableState",
+    "state": "treeparams.types.TrainableState",
 }
 _NAME = re.compile(r"(?<![\[`])`([A-Za-z]\w*)((?:\.\w+)+)(?:[(\[](?:[^`\n]|\n(?!\n))*)?`(?![\]`])")
 _AS_IS = re.compile(r"(^ *```.*?^ *```$|^#[^\n]*$)", re.MULTILINE | re.DOTALL)  # code and headings

@@ -74,7 +74,7 @@ def loss(model: Network, images: Array, labels: Array) -> Array:
 
 
 @jax.jit
-def epoch(model: Network, state: optim.TrainableState, data: Any, key: Array) -> Any:
+def epoch(model: Network, state: tp.types.TrainableState, data: Any, key: Array) -> Any:
     """One pass over the images in random order."""
     images, labels = data
     # What trains is static and part of the state. There is no backward work for what rests.
@@ -99,7 +99,7 @@ class Stage(NamedTuple):
     """Where a stage ended."""
 
     model: Network
-    state: optim.TrainableState
+    state: tp.types.TrainableState
     losses: Array  # at each step
     accuracy: float  # on the images to test on
 

@@ -125,7 +125,9 @@ def with_scipy(start: Classifier, data: Data, most: int) -> Found:
 
 
 METHODS: dict[str, Callable[[Classifier, Data, int], Found]] = {
-    "optim.flat(optax.lbfgs())": lambda *given: with_optax(optim.flat(optax.lbfgs()), *given),
+    "optim.trainable(optax.lbfgs(), form='vector')": lambda *given: with_optax(
+        optim.trainable(optax.lbfgs(), form="vector"), *given
+    ),
     "optim.trainable(optax.lbfgs())": lambda *given: with_optax(optim.trainable(optax.lbfgs()), *given),
     "scipy, L-BFGS-B over tp.ravel": with_scipy,
 }

@@ -156,7 +156,7 @@ def test_fine_tuning_thaws_the_trunk_and_keeps_what_was_learned_of_the_head():
 
     pretrained, state = net.trunk, tx.init(net)
     net, state, _, norms = train(net, state, 30)
-    clip = optim.clip_state(state)
+    clip = state.clip
     assert bits(net.trunk) == bits(pretrained)
     assert 0 < clip.clipped == (norms > LIMIT).sum() < 30
     np.testing.assert_allclose(clip.norm, norms[-1], rtol=1e-6)
@@ -164,7 +164,7 @@ def test_fine_tuning_thaws_the_trunk_and_keeps_what_was_learned_of_the_head():
     learned = state.runs[0][1]
     state = optim.set_trainable(tx, state, net)
     assert bits(state.runs[0][1]) == bits(learned)
-    assert optim.clip_state(state).clipped == clip.clipped
+    assert state.clip.clipped == clip.clipped
 
     # The next step by plain Optax: one norm over all, the head with its moments, the trunk with fresh ones.
     @eqx.filter_jit
@@ -183,11 +183,11 @@ def test_fine_tuning_thaws_the_trunk_and_keeps_what_was_learned_of_the_head():
     net, state, (before,), (norm,) = train(net, state, 1)
     assert not tp.diff(net, expected, atol=1e-6)
     assert not any(old == new for old, new in zip(bits(net.trunk), bits(pretrained), strict=True))
-    np.testing.assert_allclose(optim.clip_state(state).norm, norm, rtol=1e-6)
+    np.testing.assert_allclose(state.clip.norm, norm, rtol=1e-6)
 
     net, state, values, more = train(net, state, 29)
     assert 0 < (more > LIMIT).sum() < 29
-    assert optim.clip_state(state).clipped == clip.clipped + (norm > LIMIT) + (more > LIMIT).sum()
+    assert state.clip.clipped == clip.clipped + (norm > LIMIT) + (more > LIMIT).sum()
     assert values[-1] < 0.5 * before
 
 

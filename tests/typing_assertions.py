@@ -81,14 +81,14 @@ def layouts() -> None:
     assert_type(layout.ties, dict[str, tuple[str, ...]])
     assert_type(layout["encoder"], tp.Slot)
     assert_type(layout.freeze("scale").thaw("mean"), tp.Layout)
-    assert_type(layout.diff(layout.freeze("scale")), tp.Diff)
+    assert_type(layout.diff(layout.freeze("scale")), tp.types.Diff)
     assert_type(tp.diff(layout, layout, atol=1, rtol=1e-3).paths, tuple[str, ...])
     assert_type(layout.slice("encoder"), slice)
     assert_type(layout.indices("encoder"), np.ndarray)
     assert_type(layout.block(jnp.ones((7, 7)), "encoder", "scale"), jax.Array)
     assert_type(layout.block(np.ones((7, 7)), "encoder", "scale"), np.ndarray)
     assert_type(eqx.partition(model, layout.mask), tuple[Any, Any])
-    assert_type(tp.summary(model, depth=1), tp.Summary)
+    assert_type(tp.summary(model, depth=1), tp.types.Summary)
     if TYPE_CHECKING:
         tp.layout(model, freeze=3)  # type: ignore
 
@@ -106,7 +106,7 @@ def saved() -> None:
     plan = saving.plan({"a": jnp.ones((3, 2))}, model, rename={"a": "encoder"}, transform={"a": jnp.flip}, strict=False)
     assert_type(plan.missing, tuple[str, ...])
     plan = saving.plan(model, model, rename=lambda name: name)
-    assert_type(plan.state(tx.init(model), tx.init(model)), optim.TrainableState)
+    assert_type(plan.state(tx.init(model), tx.init(model)), tp.types.TrainableState)
     assert_type(plan.average(model), Codec)
     assert_type(plan.average(tp.Ema(model, 0.9), tp.Ema(model, 0.9)), tp.Ema[Codec])
 
@@ -186,7 +186,7 @@ def functions() -> None:
     assert_type(aux, dict[str, jax.Array])
     assert_type(decorated(model, x)[0], tuple[jax.Array, str])
     assert_type(gradient(model, x), Any)
-    assert_type(tp.optim.trainable(optax.sgd(0.1)), optim.ModelTransformation)
+    assert_type(tp.optim.trainable(optax.sgd(0.1)), tp.types.ModelTransformation)
     assert_type(tp.reached(loss)(model, x), tp.Layout)
     assert_type(tp.moved(gained, loss=lambda model: loss(model, x))(model, x), tp.Layout)
     tp.grad(loss, unreached="none")(model, x)
@@ -225,24 +225,24 @@ def derivatives() -> None:
 def steps() -> None:
     model, x = tp.tie(make()), jnp.ones(3)
     tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-2)), "!scale")
-    assert_type(tx, optim.ModelTransformation)
-    state = assert_type(tx.init(model), optim.TrainableState)
+    assert_type(tx, tp.types.ModelTransformation)
+    state = assert_type(tx.init(model), tp.types.TrainableState)
     grads = tp.grad(loss, state.layout)(model, x)
     updates, state = tx.update(grads, state, model)
-    assert_type(optim.clip_state(state), optim.ClipState)
+    assert_type(state.clip, tp.types.ClipState)
     assert_type(optim.apply_updates(model, updates), Codec)
-    assert_type(optim.step(tx, grads, state, model, value=0.0), tuple[Codec, optim.TrainableState])
-    assert_type(optim.set_trainable(tx, state, model, state.layout.freeze("encoder")), optim.TrainableState)
+    assert_type(optim.step(tx, grads, state, model, value=0.0), tuple[Codec, tp.types.TrainableState])
+    assert_type(optim.set_trainable(tx, state, model, state.layout.freeze("encoder")), tp.types.TrainableState)
     tx = optim.trainable(optim.groups({"encoder": optax.inject_hyperparams(optax.sgd)(0.1)}, default=optax.sgd(0.1)))
-    state = assert_type(optim.adjust(tx.init(model), "encoder", learning_rate=0.2), optim.TrainableState)
-    assert_type(optim.report(tx, model, state), optim.Report)
-    tx = optim.flat(optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2))
-    assert_type(tx.init(model), optim.TrainableState)
+    state = assert_type(optim.adjust(tx.init(model), "encoder", learning_rate=0.2), tp.types.TrainableState)
+    assert_type(optim.report(tx, model, state), tp.types.Report)
+    tx = optim.trainable(optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2), form="vector")
+    assert_type(tx.init(model), tp.types.TrainableState)
     plain = optim.to_optax(tx, tx.init(model), eqx.filter(model, eqx.is_inexact_array))
-    assert_type(optim.from_optax(tx, plain, model), optim.TrainableState)
+    assert_type(optim.from_optax(tx, plain, model), tp.types.TrainableState)
     assert_type(optim.eval_params(lambda _, params: params, tx.init(model), model), Codec)
-    chosen: tp.Trainable = "encoder"
-    assert_type(optim.trainable(optax.sgd(0.1), chosen, frozen="zeros"), optim.ModelTransformation)
+    chosen: tp.types.Trainable = "encoder"
+    assert_type(optim.trainable(optax.sgd(0.1), chosen, missing="zeros"), tp.types.ModelTransformation)
     if TYPE_CHECKING:
         optim.apply_updates(model, updates, state.layout)  # type: ignore
         optim.step(optax.adam(1e-2), grads, state, model)  # pyright: ignore

@@ -4,7 +4,7 @@ A *layout* records which parameters of a model are trained and which are tied (o
 static, so you can use it inside `jax.jit`. Every other function reads it:
 
     declare        field, declare
-    lay out        layout, leaves, Layout, Slot, Trainable
+    lay out        layout, leaves, Layout, Slot
     differentiate  grad, value_and_grad, accumulate, project, reached, moved
     walk           maptrainable, biwalk, mapreduce, trainables, replace, global_norm
     one vector     ravel, Restructure, View
@@ -13,7 +13,7 @@ static, so you can use it inside `jax.jit`. Every other function reads it:
     transform      jit, checkpoint, vmap
     tie            tie, untie
     average        copy, ema, Ema
-    look           summary, Summary, diff, Diff
+    look           summary, diff
 
     tp.lax         scan, cond, while_loop and others of jax.lax, over models
     tp.optim       Optax over models
@@ -22,6 +22,7 @@ static, so you can use it inside `jax.jit`. Every other function reads it:
     tp.saving      files, and which array goes where, by name
     tp.sharding    where parameters lie on devices, and a step over them
     tp.plot        pictures of layouts
+    tp.types       types for annotations
 """
 
 import importlib as _importlib
@@ -41,16 +42,15 @@ from ._ravel import ravel as ravel, stack as stack
 from ._reached import reached as reached
 from ._replace import replace as replace
 from ._slots.index import Slot as Slot
-from ._slots.layout import Layout as Layout, Trainable as Trainable
+from ._slots.layout import Layout as Layout
 from ._slots.match import project as project
 from ._slots.parts import Rest as Rest, combine as combine, partition as partition
 from ._slots.trainable import layout as layout
 from ._slots.where import leaves as leaves
-from ._summary import Summary as Summary, summary as summary
+from ._summary import summary as summary
 from ._tie import tie as tie, untie as untie
 from ._tree.copying import copy as copy
 from ._tree.declare import declare as declare, field as field
-from ._tree.difference import Diff as Diff
 from ._walk import (
     biwalk as biwalk,
     mapreduce as mapreduce,
@@ -67,11 +67,12 @@ if _TYPE_CHECKING:
         plot as plot,
         saving as saving,
         sharding as sharding,
+        types as types,
     )
 
 __version__ = "0.1.0"
 
-_MODULES = ("lax", "matrices", "nested", "optim", "plot", "saving", "sharding")
+_MODULES = ("lax", "matrices", "nested", "optim", "plot", "saving", "sharding", "types")
 
 
 def __getattr__(name: str) -> _ModuleType:

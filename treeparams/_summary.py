@@ -204,4 +204,4 @@ def _joined(path: str, rows: Sequence[Row]) -> Row:
     return Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
 
 
-Summary.__module__ = "treeparams"
+Summary.__module__ = "treeparams.types"

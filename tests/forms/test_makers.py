@@ -13,8 +13,8 @@ import treeparams as tp
 from treeparams import optim, saving, sharding
 from treeparams._forms.block import Block
 from treeparams._forms.form import Form
-from treeparams.optim._rule import Rule
 from treeparams.optim._state import ModelTransformation
+from treeparams.optim._trainable import Rule
 from treeparams.sharding import _placement
 
 from ..long import LONG
@@ -39,8 +39,8 @@ def dtypes_of(layout, multiple=1):
 
 
 def dtypes(tx, trainable=None):
-    """As `optim.flat`, over one vector for each dtype."""
-    rule = Rule(tx, dtypes_of, trainable, fills=True)
+    """As `optim.trainable(..., form="vector")`, over one vector for each dtype."""
+    rule = Rule(tx, trainable, dtypes_of)
     return ModelTransformation(rule.init, rule.update)
 
 
@@ -116,7 +116,10 @@ def test_what_it_is():
 def test_it_trains_freezes_and_thaws(name):
     rule = RULES[name]
     found = []
-    for tx in (dtypes(rule, LAYOUT), optim.stacked(rule, LAYOUT)):  # which equals Optax leaf by leaf, and compiles fast
+    for tx in (
+        dtypes(rule, LAYOUT),
+        optim.trainable(rule, LAYOUT, form="stacks"),
+    ):  # which equals Optax leaf by leaf, and compiles fast
         model = model_of()
         model, state = trained(tx, tx.init(model), model, 3)
         models = [model]
@@ -175,7 +178,7 @@ def test_it_migrates_by_name():
 
 @functools.cache
 def on_one_device(rule):
-    model, tx = model_of(), optim.stacked(rule, LAYOUT)
+    model, tx = model_of(), optim.trainable(rule, LAYOUT, form="stacks")
     state, values = tx.init(model), []
 
     @jax.jit

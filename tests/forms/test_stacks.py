@@ -185,7 +185,7 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
             ValueError,
             r"'m' in 'float32\[2,2\]' of group 'rest', but there",
         ),
-        (lambda: tp.ravel(SMALL)[1](ROWS), TypeError, r"a vector of shape \(8,\) and floating dtype, got Stacks"),
+        (lambda: tp.ravel(SMALL)[1](ROWS), TypeError, r"a vector of shape \(8,\) and floating dtype, got dict"),
         (lambda: tp.ravel(SMALL)[1].place("m"), ValueError, r"'m' is in a vector, at layout.slice\('m'\)"),
         (lambda: WAY.place("a"), KeyError, "'a'.*no path of a leaf|'a' is"),
         (lambda: WAY.place("n"), KeyError, "not a parameter"),
@@ -204,7 +204,7 @@ def test_a_model_whose_keys_read_like_stacks_is_a_model():
     stacks, restructure = tp.stack(model)
     assert_same(restructure(stacks), model)
     assert_same(tp.stack(stacks)[1](tp.stack(stacks)[0]), stacks)
-    tx, plain = optim.stacked(optim.per_leaf(optax.lion(0.1))), optax.lion(0.1)
+    tx, plain = optim.trainable(optim.per_leaf(optax.lion(0.1)), form="stacks"), optax.lion(0.1)
     want = plain.update(tp.copy(model), plain.init(model), model)[0]
     assert_close(tx.update(tp.copy(model), tx.init(model), model)[0], want)
 

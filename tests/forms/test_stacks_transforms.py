@@ -10,6 +10,7 @@ import jax.experimental.jet
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import treeparams as tp
@@ -211,6 +212,41 @@ def test_programs_made_ahead_of_time():
     leaves, gradient = jax.export.export(of, platforms=("cpu", "cuda", "tpu"))(matrices).call(matrices)
     assert_same(leaves, restructure(matrices))
     np.testing.assert_array_equal(gradient["float32[2,2]"].sum((1, 2)), np.eye(20)[3] * 4)
+
+
+EVERYDAY = {
+    "the model": lambda s, d: tp.stack(DEEP)[1](d),
+    "a map of both": lambda s, d: (jax.tree.map(jnp.add, s, d), jax.tree.map(jnp.add, d, s)),
+    "Optax": lambda s, d: optax.adam(0.1).update(d, optax.adam(0.1).init(s), s),
+    "a carry": lambda s, d: jax.lax.scan(lambda c, _: ({k: 2 * v for k, v in c.items()}, None), s, None, 2),
+    "a branch": lambda s, d: jax.lax.cond(True, lambda c: {**c}, lambda c: c, s),
+    "in_axes": lambda s, d: jax.vmap(lambda c: jax.tree.map(jnp.sum, c), (dict.fromkeys(s, 1),))({
+        k: jnp.ones((2, 3)) for k in s
+    }),
+    "in_shardings": lambda s, d: jax.jit(lambda c: c, in_shardings=({k: s[k].sharding for k in s},))(s),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("use", EVERYDAY)
+def test_stacks_are_a_dictionary(use):
+    stacks = tp.stack(DEEP)[0]
+    assert type(stacks) is dict
+    assert all(type(own) is dict for own in tp.stack(DEEP, groups={"a": "**"})[0].values())
+    EVERYDAY[use](stacks, dict(stacks.items()))
+
+
+def test_an_exported_function_takes_stacks_and_closes_over_the_way_back():
+    pytest.importorskip("flatbuffers", reason="jax.export writes with it")
+    sums = jax.jit(lambda s: jax.tree.map(jnp.sum, s))
+    assert (
+        jax.export.deserialize(jax.export.export(sums)(DEEP_STACKS).serialize()).call(DEEP_STACKS).keys()
+        == DEEP_STACKS.keys()
+    )
+    for own in (DEEP_WAY, tp.partition(DEEP)[1]):
+        exported = jax.export.export(jax.jit(lambda own: jax.tree.leaves(own)))(own)
+        with pytest.raises(ValueError, match=r"cannot take a Rest or a Restructure.*close over it, as in jax.jit"):
+            exported.serialize()
 
 
 def test_nothing_is_longer_than_programs_can_address():

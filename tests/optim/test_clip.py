@@ -43,7 +43,7 @@ def test_the_norm_of_ties_and_of_narrow_gradients():
     model, halves = {"a": shared, "b": shared}, {"a": jnp.array([1.0, 2.0]), "b": jnp.array([1.0, 2.0])}
     within = optim.trainable(optim.clip_by_global_norm(1.0))
     _, state = within.update(halves, within.init(model), model)
-    np.testing.assert_allclose(optim.clip_state(state).norm, np.sqrt(20.0), rtol=1e-6)  # not sqrt(10)
+    np.testing.assert_allclose(state.clip.norm, np.sqrt(20.0), rtol=1e-6)  # not sqrt(10)
     for dtype, value, norm in ((jnp.bfloat16, 1.0, 31.6228), (jnp.float16, 300.0, 9486.83)):
         below, state = compiled({"w": np.full(1000, value, dtype)})
         np.testing.assert_allclose(state.norm, norm, rtol=1e-4)
@@ -136,7 +136,7 @@ def test_within_a_frozen_leaf_is_out_and_before_the_model_it_clips_what_it_is_gi
     before = optax.chain(optim.clip_by_global_norm(1.0), optim.trainable(optax.sgd(1.0)))
     updates, state = before.update(grads, before.init(model), model)
     np.testing.assert_allclose(updates.scale, -3 / np.sqrt(10009), rtol=1e-6)
-    np.testing.assert_allclose(optim.clip_state(state).norm, np.sqrt(10009), rtol=1e-6)
+    np.testing.assert_allclose(state[0].norm, np.sqrt(10009), rtol=1e-6)
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e25])
@@ -160,16 +160,16 @@ def test_the_state_of_several_histories_and_of_none():
     _, state = tx.update(tp.copy(model), tx.init(model), model)
     state = optim.set_trainable(tx, state, model)
     _, state = jax.jit(tx.update)(model, state, model)
-    clip = optim.clip_state(state)
+    clip = state.clip
     assert (float(clip.norm), int(clip.clipped)) == (pytest.approx(np.sqrt(2)), 2)
     state = optim.set_trainable(tx, tx.init(model), model, "a")
     for choice, steps in (("a", 3), ("b", 1), (None, 1)):
         state = optim.set_trainable(tx, state, model, choice)
         for _ in range(steps):
             _, state = tx.update(tp.copy(model), state, model)
-    assert int(optim.clip_state(state).clipped) == 4
+    assert int(state.clip.clipped) == 4
     with pytest.raises(ValueError, match=r"there is no optim.clip_by_global_norm in this state"):
-        optim.clip_state(optax.adam(0.1).init(model))
+        _ = optim.trainable(optax.adam(0.1)).init(model).clip
 
 
 def test_errors_of_clip(without_type_checks):

@@ -36,7 +36,7 @@ BLIND = {  # rules of each kind that treats all elements alike
 @pytest.mark.parametrize("rule", BLIND.values(), ids=BLIND)
 def test_equals_optax_leaf_by_leaf(rule):
     params, rest = tp.partition(_model())
-    flat, tree = optim.flat(rule), optim.trainable(rule)
+    flat, tree = optim.trainable(rule, form="vector"), optim.trainable(rule)
 
     def step(carry, _):
         params, first, second = carry
@@ -56,12 +56,12 @@ def test_equals_optax_leaf_by_leaf(rule):
 
 def test_refuses_what_looks_at_leaves_or_their_names():
     for rule, match in (
-        (optim.groups({"**": optax.sgd(0.1)}), "uses the names of leaves"),
+        (optim.groups({"a": optax.sgd(0.1)}, default=optax.adam(0.1)), "uses the names of leaves"),
         (optax.add_noise(0.1, 0.1, 0), "looks at the shapes"),
         (optax.MultiSteps(optax.scale_by_trust_ratio(), 300), "looks at the shapes"),
     ):
         with pytest.raises(ValueError, match=match):
-            optim.flat(rule).init(_model())
+            optim.trainable(rule, form="vector").init(_model())
 
 
 def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
@@ -73,8 +73,8 @@ def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
     rule = optax.GradientTransformationExtraArgs(lambda params: calls.append(1) or (), update)
     model = {"a": np.ones(2, np.float32)}
     with pytest.raises(ValueError, match=r"it fails there.*temperature.*give examples of them, trial="):
-        optim.flat(rule).init(model)
-    tx = optim.flat(rule, trial={"temperature": 2.0})
+        optim.trainable(rule, form="vector").init(model)
+    tx = optim.trainable(rule, trial={"temperature": 2.0}, form="vector")
     state = tx.init(model)
     tried = len(calls)
     np.testing.assert_array_equal(tx.update(tp.copy(model), state, model, temperature=3.0)[0]["a"], 3.0)
@@ -84,7 +84,7 @@ def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
 
 def test_none_counts_as_zero():
     model = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    tx = optim.flat(optax.sgd(1.0, momentum=0.5))
+    tx = optim.trainable(optax.sgd(1.0, momentum=0.5), form="vector")
     _, state = tx.update(tp.copy(model), tx.init(model), model)
     updates, state = tx.update({"a": jnp.zeros(2), "b": None}, state, model)
     np.testing.assert_array_equal(state.runs[0][0].trace, 0.5)
@@ -94,7 +94,7 @@ def test_none_counts_as_zero():
 def test_the_state_is_one_vector_of_the_layout_and_outlives_a_freeze():
     model = {"a": jnp.ones((2, 3)), "b": jnp.ones(4, jnp.bfloat16), "c": jnp.ones(1)}
     layout, rule = tp.layout(model), optax.sgd(0.1, momentum=0.9)
-    tx, plain = optim.flat(rule, layout), optim.trainable(rule)
+    tx, plain = optim.trainable(rule, layout, form="vector"), optim.trainable(rule)
     state, other = jax.jit(tx.init)(model), plain.init(model)  # the trial is done within a trace, too
     assert (state.runs[0][0].trace.shape, state.runs[0][0].trace.dtype) == ((layout.size,), layout.dtype)
     _, state = tx.update(tp.copy(model), state, model)
@@ -111,7 +111,7 @@ def test_under_a_traced_rate(transform):
     model = {"a": jnp.ones(2), "b": jnp.ones(1)}
 
     def after(rate):
-        tx = optim.flat(optax.sgd(rate, momentum=0.9))
+        tx = optim.trainable(optax.sgd(rate, momentum=0.9), form="vector")
         return jnp.sum(optim.step(tx, tp.copy(model), tx.init(model), model)[0]["a"])
 
     rates = np.float32(0.5) if transform in (jax.grad, jax.jit) else np.float32([0.5, 0.25])

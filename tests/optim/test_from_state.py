@@ -26,6 +26,12 @@ def problem():
     return model, {"a": shared, "c": ramp(3)}
 
 
+forms_with_rules = pytest.mark.parametrize(
+    ("form", "within"),
+    [("tree", lambda tx: tx), ("vector", lambda tx: tx), ("stacks", lambda tx: tx), ("stacks", optim.per_leaf)],
+)
+
+
 def test_a_step_evaluates_the_loss_as_often_as_in_the_loop_of_optax():
     counted = collections.Counter()
     tick = lambda name: jax.debug.callback(lambda: counted.update([name]))
@@ -54,7 +60,8 @@ def test_a_step_evaluates_the_loss_as_often_as_in_the_loop_of_optax():
 
     def run(form, tied):
         _, rest = tp.partition(tied)
-        tx, its_loss = form(SEARCH, rest.layout.freeze("mean")), functools.partial(loss, name=form.__name__)
+        tx = optim.trainable(SEARCH, rest.layout.freeze("mean"), form=form)
+        its_loss = functools.partial(loss, name=form)
 
         def step(carry, _):
             params, state = carry
@@ -67,8 +74,7 @@ def test_a_step_evaluates_the_loss_as_often_as_in_the_loop_of_optax():
         return jax.lax.scan(step, (tp.partition(tied)[0], tx.init(tied)), length=6)[1]
 
     model, params = problem()
-    forms = (optim.trainable, optim.flat)
-    wanted, *found = jax.jit(lambda: [plain_run(params), *(run(form, model) for form in forms)])()
+    wanted, *found = jax.jit(lambda: [plain_run(params), *(run(form, model) for form in ("tree", "vector"))])()
     jax.effects_barrier()
     for values in found:
         np.testing.assert_allclose(values, wanted, rtol=1e-5)
@@ -92,8 +98,10 @@ def test_without_a_trace_the_state_says_whether_to_compute():
     value, grads = fetch(after, state=state)
     assert not calls
     assert_close((value, grads), tp.value_and_grad(loss, "w")(after))
-    # Histories that have not taken their steps together have searched at other points.
-    thawed = optim.set_trainable(tx, state, after, ["w", "frozen"])
+    # Histories that have not taken their steps together have searched at other points: a search is one for all.
+    with pytest.raises(ValueError, match="different numbers of steps"):
+        optim.set_trainable(tx, state, after, ["w", "frozen"])
+    thawed = optim.set_trainable(tx, state, after, ["w", "frozen"], reset=True)
     calls.clear()
     assert_close(fetch(after, state=thawed), tp.value_and_grad(loss, thawed.layout)(after))
     assert calls
@@ -118,7 +126,14 @@ def later(state):
     return jax.tree.map(lambda leaf: leaf + np.float32(0.25) if leaf.dtype == jnp.float32 else leaf, state)
 
 
-@pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
+@pytest.mark.parametrize(
+    "form",
+    [
+        optim.trainable,
+        functools.partial(optim.trainable, form="vector"),
+        functools.partial(optim.trainable, form="stacks"),
+    ],
+)
 def test_parameters_to_evaluate_at_are_those_of_optax(form):
     model, params = problem()
     evaluated = optim.eval_params(EVALUATE, later(form(FREE, "!mean").init(model)), model)
@@ -144,8 +159,36 @@ def test_each_history_is_evaluated_by_itself():
 
 def test_a_state_in_no_form_is_refused():
     model = {"x": ramp(2), "y": ramp(2)}
-    tx = optim.stacked(optim.groups({"x": FREE}, default=optax.sgd(0.1, momentum=0.9)))
+    tx = optim.trainable(optim.groups({"x": FREE}, default=optax.sgd(0.1, momentum=0.9)), form="stacks")
     with pytest.raises(ValueError, match="in stacks of groups"):
         optim.eval_params(EVALUATE, tx.init(model), model)
     with pytest.raises(ValueError, match="expected the state of one transformation over models"):
         optim.eval_params(EVALUATE, FREE.init(model), model)
+
+
+@forms_with_rules
+def test_the_evaluated_parameters_are_those_of_each_leaf(form, within):
+    model = {"a": ramp(2, 3), "b": [ramp(3), ramp(3) + 1], "frozen": ramp(2)}
+    schedule_free = optax.contrib.schedule_free_sgd(0.5)
+    tx = optim.trainable(within(schedule_free), "!frozen", form=form)
+    state = tx.init(model)
+    for _ in range(2):
+        model, state = optim.step(tx, jax.tree.map(jnp.ones_like, model), state, model)
+    found = optim.eval_params(optax.contrib.schedule_free_eval_params, state, model)
+    plain = optim.trainable(schedule_free, "!frozen")
+    want, of_plain = {"a": ramp(2, 3), "b": [ramp(3), ramp(3) + 1], "frozen": ramp(2)}, None
+    of_plain = plain.init(want)
+    for _ in range(2):
+        want, of_plain = optim.step(plain, jax.tree.map(jnp.ones_like, want), of_plain, want)
+    assert_close(found, optim.eval_params(optax.contrib.schedule_free_eval_params, of_plain, want), 1e-6)
+
+
+def test_hyperparameters_are_where_the_users_of_optax_read_them():
+    model = {"a": ramp(2), "b": ramp(2)}
+    tx = optim.trainable(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.5), "a")
+    state = optim.adjust(tx.init(model), learning_rate=0.25)
+    assert {name: float(value) for name, value in state.hyperparams.items()} == {"learning_rate": 0.25, "momentum": 0.5}
+    _, state = tx.update(tp.copy(model), state, model)
+    assert optim.set_trainable(tx, state, model, "b").hyperparams["learning_rate"] == 0.25  # of the one that runs
+    with pytest.raises(ValueError, match=r"several histories train, each with its hyperparameters in state.runs: a; b"):
+        _ = optim.set_trainable(tx, state, model).hyperparams

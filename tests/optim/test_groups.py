@@ -1,5 +1,6 @@
 """groups, report and adjust: a transformation for each part of a model, and the rates of each."""
 
+import functools
 import pickle
 import re
 
@@ -17,7 +18,7 @@ from ..zoo import assert_close, assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 sgd = optax.inject_hyperparams(optax.sgd)
-forms = pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
+forms = pytest.mark.parametrize("form", [optim.trainable, functools.partial(optim.trainable, form="stacks")])
 
 
 def _model():
@@ -58,7 +59,10 @@ def test_equals_optax_partition_wherever_it_stands():
     @jax.jit
     def run(model):
         results = []
-        for tx in (*map(optim.trainable, (plain, *around)), *map(optim.stacked, around)):
+        for tx in (
+            *map(optim.trainable, (plain, *around)),
+            *map(functools.partial(optim.trainable, form="stacks"), around),
+        ):
             _, state = tx.update(tp.copy(model), tx.init(model), model)
             results.append(tx.update(tp.copy(model), state, model)[0])
         return results
@@ -167,7 +171,9 @@ def test_muon_for_matrices_of_a_language_model_with_a_tied_head():
     }
     adam, muon = optax.adam(1e-2), optax.contrib.muon(1e-2)
     matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
-    tx = groups({"embed": adam, matrices: optim.per_leaf(muon)}, adam, form=optim.stacked)
+    tx = groups(
+        {"embed": adam, matrices: optim.per_leaf(muon)}, adam, form=functools.partial(optim.trainable, form="stacks")
+    )
     assert optim.report(tx, model).groups == {
         "body.0.b": "default",
         "body.0.w": "tp.leaves(" + matrices.predicate.__qualname__ + ")",
@@ -217,7 +223,7 @@ def test_report(without_type_checks):
         "b.w     2,2    float32   b / **",
         "frozen  3,4    bfloat16  frozen",
     ]
-    flat = optim.flat(sgd(0.1))
+    flat = optim.trainable(sgd(0.1), form="vector")
     assert str(optim.report(flat, {"a": jnp.ones(2)})).splitlines()[1:] == ["a     2      float32  trained"]
     with pytest.raises(
         TypeError, match=r"expected optim.trainable\(...\), .*, plain Optax, which does not accept models"
@@ -327,7 +333,7 @@ def test_over_stacks_by_the_names_of_their_groups():
     assert_close(*run(stacks), 1e-6)
     assert_same(pickle.loads(pickle.dumps(tx.init(stacks))), tx.init(stacks))
     for wrong, given in ((tp.stack(model)[0], "none"), (tp.stack(model, groups={"all": "**"})[0], "'all'")):
-        match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*optim.stacked\(optim.groups"
+        match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*\(\.\.\.\), form='stacks'\)"
         with pytest.raises(ValueError, match=match):
             tx.init(wrong)
 

@@ -1,5 +1,7 @@
 """Wide copies of narrow parameters: each parameter is its copy rounded, and the copies train as Optax trains them."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,14 @@ from treeparams import optim, saving, sharding
 from ..zoo import assert_close, assert_same, enable_x64, first_devices, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
+forms = pytest.mark.parametrize(
+    "form",
+    [
+        optim.trainable,
+        functools.partial(optim.trainable, form="vector"),
+        functools.partial(optim.trainable, form="stacks"),
+    ],
+)
 LOW, HALF = jnp.bfloat16, jnp.float16
 
 
@@ -48,8 +57,8 @@ def _ways():
     clipped = lambda of: optax.chain(optim.clip_by_global_norm(1e9), of(scaled))
     return {
         "tree": (optim.trainable, clipped, False),
-        "vectors": (optim.flat, plain, True),
-        "stacks in groups": (optim.stacked, in_groups, False),
+        "vectors": (functools.partial(optim.trainable, form="vector"), plain, True),
+        "stacks in groups": (functools.partial(optim.trainable, form="stacks"), in_groups, False),
     }
 
 
@@ -98,7 +107,7 @@ def test_trains_what_rounds_away_in_one_program(form):
 
 def test_what_is_changed_from_outside_begins_anew():
     model = _model()
-    tx = optim.flat(optim.master(optax.sgd(1e-3)))
+    tx = optim.trainable(optim.master(optax.sgd(1e-3)), form="vector")
     once, state = optim.step(tx, _grads(model), tx.init(model), model)
     changed = tp.replace(once, {"a": once["a"].at[0, 1].set(5.0), "b": once["b"].at[0].set(jnp.inf)})
     zero = jax.tree.map(jnp.zeros_like, _grads(model))
@@ -142,7 +151,7 @@ class _Tied(eqx.Module):
 def test_ties_are_kept_and_states_saved_and_moved(tmp_path):
     embed, shared = ramp(2, 3, dtype=LOW), ramp(3, dtype=LOW)
     model = _Tied(embed, embed.T, shared, shared)
-    tx = optim.flat(optim.master(optax.sgd(1e-3)))
+    tx = optim.trainable(optim.master(optax.sgd(1e-3)), form="vector")
     state = tx.init(model)
     loss = lambda m: jnp.sum(jnp.sin(_wide(m).embed @ _wide(m).head)) + jnp.sum(_wide(m).one * _wide(m).two)
     step = jax.jit(lambda model, state: optim.step(tx, tp.grad(loss, state.layout)(model), state, model))
@@ -244,7 +253,7 @@ def test_report_and_summary_name_narrow_parameters():
     assert [line.split()[-1] for line in lines] == ["copy", "float32", "none", "default", "frozen", "none"]
     lines = str(optim.report(tx, model, tx.init(model))).splitlines()
     assert [line.split()[-1] for line in lines] == ["copy", "float32", "none", "0", "frozen", "none"]
-    flat = optim.flat(optim.master(optax.sgd(1.0)))
+    flat = optim.trainable(optim.master(optax.sgd(1.0)), form="vector")
     assert str(optim.report(flat, _model())).split().count("float32") == 4  # of `c` the dtype
     assert "copy" not in str(optim.report(flat, {"a": jnp.ones(1)}))
     narrow = "narrow     12 trained in bfloat16, float16, where small steps round to zero; optim.master and tp.Ema"

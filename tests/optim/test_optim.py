@@ -23,7 +23,8 @@ BY_ROW = optax.chain(optim.clip_by_global_norm(0.5), BY_LEAF)
 LINE_SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
 trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
 specimens = pytest.mark.parametrize("specimen", trained.values(), ids=trained.keys())
-forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
+VECTOR, STACKS = (functools.partial(optim.trainable, form=form) for form in ("vector", "stacks"))
+forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 
 
 class Declared(eqx.Module):
@@ -72,7 +73,7 @@ def test_equals_optax_on_the_canonical_tree_in_each_form_and_eagerly(name):
     layout = specimen.layout(model)
     params, rest = tp.partition(model, layout)
     known = layout if specimen.options else None
-    txs = [made(form, CLIPPED, known) for form in (optim.trainable, optim.flat)] + [made(optim.stacked, BY_ROW, known)]
+    txs = [made(form, CLIPPED, known) for form in (optim.trainable, VECTOR)] + [made(STACKS, BY_ROW, known)]
 
     def assert_kept(kept):
         kept = zip(jax.tree.leaves(rest), jax.tree.leaves(kept), strict=True)
@@ -163,7 +164,15 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
     def all_ways(params):
         on_params = lambda params: zoo.loss(tp.combine(params, rest))
         after, state = run(optim.trainable(plainly, ("w", "b")), tp.combine(params, rest), zoo.loss)
-        forms = () if name in ("masked", "partition") else (optim.trainable, optim.flat, optim.stacked)
+        forms = (
+            ()
+            if name in ("masked", "partition")
+            else (
+                optim.trainable,
+                VECTOR,
+                STACKS,
+            )
+        )
         others = [run(around(form), params, on_params)[0] for form in forms]
         return [tp.partition(after, ("w", "b"))[0], *others], state.runs[0], run(plainly, params, on_params)
 
@@ -209,7 +218,10 @@ three, five, seven = (np.full(2, x, np.float32) for x in (3.0, 5.0, 7.0))
 @forms
 def test_a_tie_stays_one_array_and_gets_the_sum(form):
     t, copy, other = (jnp.array([1.0, 2.0]) for _ in range(3))
-    model, tx = {"t": [t, (t,)], "copy": [copy, other]}, made(form, BY_LEAF if form is optim.stacked else MOMENTUM)
+    model, tx = (
+        {"t": [t, (t,)], "copy": [copy, other]},
+        made(form, BY_LEAF if form is STACKS else MOMENTUM),
+    )
     cases = [(three, 10 + seven), (three, None), (None, five + 2)]
     grads = [{"t": [first, (second,)], "copy": [None, five]} for first, second in cases]
     state = tx.init(model)
@@ -222,12 +234,13 @@ def test_a_tie_stays_one_array_and_gets_the_sum(form):
         assert_same(traced, after, identity=False)  # knows the tie from the state
 
 
-@pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
+@pytest.mark.parametrize("form", [optim.trainable, STACKS])
 @pytest.mark.parametrize("specimen", TIED.values(), ids=TIED.keys())
 def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen, form):
     model = specimen.make()
     layout = specimen.layout(model)
-    tx = form(optax.chain(optim.clip_by_global_norm(0.5), optim.per_leaf(optax.adamw(0.1))), layout)
+    within = optim.per_leaf if form is STACKS else lambda tx: tx
+    tx = form(optax.chain(optim.clip_by_global_norm(0.5), within(optax.adamw(0.1))), layout)
     arrays, static = eqx.partition(model, eqx.is_array)
 
     def step(tx, apply, carry, _):
@@ -246,7 +259,7 @@ def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen
         ways = (None, optim.apply_updates, eqx.apply_updates)
         return [jax.lax.scan(functools.partial(step, tx, way), start, length=3)[0][0] for way in ways]
 
-    few = made(form, BY_ROW, layout)  # of few operations, as each is a program of its own
+    few = made(form, BY_ROW if form is STACKS else CLIPPED, layout)  # of few operations
     (eager, _), _ = step(few, None, (arrays, few.init(model)), None)
     for each in (eager, *run(arrays)):
         after = eqx.combine(each, static)
@@ -258,7 +271,11 @@ def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen
 def test_init_refuses_an_alias_of_another_value():
     codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.zeros((3, 2))}
     layout = tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)})
-    for form in (optim.trainable, optim.flat, optim.stacked):
+    for form in (
+        optim.trainable,
+        VECTOR,
+        STACKS,
+    ):
         tx = form(optax.sgd(0.1), layout)
         match = (
             r"'decoder' is tied to 'encoder', but does not have the value that the tie gives.*tp.tie\(model, layout\)"
@@ -369,8 +386,8 @@ def test_functions_among_the_extra_arguments_are_called_with_models():
     ways = (
         (optim.trainable(sam, "w"), {"grad_fn": lambda m, _: eqx.filter_grad(loss)(m)}),
         (optim.trainable(optax.contrib.hutchinson_estimator_diag_hessian(), "w"), {"obj_fn": loss}),
-        (optim.flat(LINE_SEARCH, "w"), {"value": value, "grad": grads, "value_fn": loss}),
-        (optim.stacked(LINE_SEARCH, "w"), {"value": value, "grad": grads, "value_fn": loss}),
+        (optim.trainable(LINE_SEARCH, "w", form="vector"), {"value": value, "grad": grads, "value_fn": loss}),
+        (optim.trainable(LINE_SEARCH, "w", form="stacks"), {"value": value, "grad": grads, "value_fn": loss}),
     )
     run = lambda: [optim.step(tx, grads, tx.init(model), model, **extra)[0] for tx, extra in ways]
     for after in tp.jit(run)():

@@ -1,5 +1,6 @@
 """A rule over each leaf by itself: over stacks equal to Optax over the leaves, and refused where it couples them."""
 
+import functools
 import pickle
 
 import equinox as eqx
@@ -12,7 +13,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import optim
-from treeparams._forms.form import Stacks
 
 from ..zoo import assert_close, assert_same, first_devices, ramp
 
@@ -24,7 +24,7 @@ SHAPES = {"float32[8,6]": (3, 8, 6), "float32[5]": (2, 5), "float32[]": (2,)}
 def _stacks(*without):
     rng = np.random.default_rng(0)
     arrays = {k: jax.device_put(rng.normal(size=s).astype(np.float32)) for k, s in SHAPES.items()}
-    return Stacks({key: array for key, array in arrays.items() if key not in without})
+    return {key: array for key, array in arrays.items() if key not in without}
 
 
 def _leaves(stacks):
@@ -85,7 +85,10 @@ def test_equals_optax_over_the_leaves(name):
 _mask = {key: len(shape) > 2 for key, shape in SHAPES.items()}
 REFUSED = {
     "a model": (lambda: optim.trainable(optax.sgd(0.1)), "use one transformation over models, outermost"),
-    "a model within": (lambda: optax.chain(optim.flat(optax.sgd(0.1))), "use one transformation over models"),
+    "a model within": (
+        lambda: optax.chain(optim.trainable(optax.sgd(0.1), form="vector")),
+        "use one transformation over models",
+    ),
     "groups": (
         lambda: optim.groups({"**": optax.sgd(0.1)}),
         r"optim.groups selects by path.*write optim.groups\({'layers.0': opt",
@@ -131,7 +134,7 @@ def test_extra_arguments_go_to_every_row_and_may_be_needed_to_tell():
     heat = lambda row: row / jnp.max(jnp.abs(row))
     updates, _ = jax.jit(lambda stacks: tx.update(stacks, state, heat=heat))(stacks)
     largest = lambda stack: np.max(np.abs(stack), tuple(range(1, stack.ndim)), keepdims=True)
-    assert_close(updates, Stacks({key: np.asarray(stack) / largest(stack) for key, stack in stacks.items()}))
+    assert_close(updates, ({key: np.asarray(stack) / largest(stack) for key, stack in stacks.items()}))
 
 
 def _hot(grads, state, params=None, *, heat):
@@ -154,19 +157,21 @@ def test_a_rule_is_looked_at_once():
 # -- What is a stack, and what is not there ----------------------------------------------------------------------------
 
 
-def test_a_stack_is_known_by_what_it_stands_in():
-    tree = {
-        "stacks": Stacks({"float32[2,3]": ramp(4, 2, 3)}),
-        "nested": [Stacks({"float32[2]": ramp(3, 2, dtype=jnp.bfloat16)})],
-        "other": ramp(4, 2, 3),
-        "float32[2,3]": ramp(4, 2, 3),  # whatever it is called
-    }
+def test_the_leading_axis_is_that_of_rows_wherever_the_array_stands():
+    tree = {"stacks": {"float32[2,3]": ramp(4, 2, 3)}, "nested": [ramp(3, 2, dtype=jnp.bfloat16)], "other": ramp(5)}
     tx = optim.per_leaf(optax.scale_by_schedule(lambda count: 1.0))
-    shapes = jax.tree.map(jnp.shape, tx.init(tree).states)
-    count = optax.ScaleByScheduleState
-    assert shapes["nested"] == [{"float32[2]": count((3,))}]
-    assert shapes["stacks"] == {"float32[2,3]": count((4,))}
-    assert shapes["other"] == shapes["float32[2,3]"] == count(())
+    shapes, count = jax.tree.map(jnp.shape, tx.init(tree).states), optax.ScaleByScheduleState
+    assert shapes == {"stacks": {"float32[2,3]": count((4,))}, "nested": [count((3,))], "other": count((5,))}
+    with pytest.raises(
+        ValueError, match=r"leading axis of each array for rows, and got float32\[\]; it is for the stacks"
+    ):
+        tx.init({"b": ramp()})
+
+
+@pytest.mark.parametrize("form", [optim.trainable, functools.partial(optim.trainable, form="vector")])
+def test_forms_without_rows_refuse_it(form):
+    with pytest.raises(ValueError, match=r"optim.per_leaf takes the leading axis of each array for rows"):
+        form(optax.chain(optax.clip(1.0), optim.per_leaf(optax.sgd(0.1)))).init({"a": ramp(2, 3)})
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
@@ -215,7 +220,7 @@ def test_the_state_passes_scan_donation_and_pickle():
 def test_the_state_of_rows_lies_where_they_do(kind):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=first_devices(4))
     stack, tx = ramp(8, 4, 6), optim.per_leaf(RULES["adafactor"])
-    stacks = Stacks({"float32[4,6]": jax.device_put(stack, NamedSharding(mesh, P("x")))})
+    stacks = {"float32[4,6]": jax.device_put(stack, NamedSharding(mesh, P("x")))}
     with jax.set_mesh(mesh):
         state = tx.init(stacks)
         (updates, after), traced = jax.jit(tx.update)(stacks, state, stacks), jax.jit(tx.init)(stacks)
@@ -223,12 +228,12 @@ def test_the_state_of_rows_lies_where_they_do(kind):
             assert_same(jax.jit(tx.update)(stacks, traced, stacks), (updates, after))
     for leaf in jax.tree.leaves(state):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), leaf.ndim)
-    whole = Stacks({"float32[4,6]": stack})
+    whole = {"float32[4,6]": stack}
     assert_close((updates, after), jax.jit(lambda whole: tx.update(tp.copy(whole), tx.init(whole), whole))(whole), 1e-6)
 
 
 def test_muon_over_a_stack_costs_what_it_costs_leaf_by_leaf():
-    stack, rule = Stacks({"float32[16,16]": ramp(20, 16, 16)}), optax.contrib.muon(0.1)
+    stack, rule = {"float32[16,16]": ramp(20, 16, 16)}, optax.contrib.muon(0.1)
 
     def operations(tx, params):
         counted = jax.jit(tx.update).lower(params, tx.init(params), params).cost_analysis()
@@ -240,15 +245,15 @@ def test_muon_over_a_stack_costs_what_it_costs_leaf_by_leaf():
 # -- Within optim.trainable --------------------------------------------------------------------------------------------
 
 
-def test_within_trainable_equals_the_rule_leaf_by_leaf():
+def test_rows_of_a_model_equal_the_rule_leaf_by_leaf():
     mlp = eqx.filter_eval_shape(eqx.nn.MLP, 3, 2, 4, 2, key=jax.random.key(0))
     mlp = jax.tree.map(lambda leaf: ramp(*leaf.shape) if hasattr(leaf, "shape") else leaf, mlp)
     grads = tp.jit(tp.grad(lambda mlp: jnp.sum(mlp(jnp.ones(3)) ** 2)))(mlp)
     params, rest = tp.partition(mlp)
 
-    def after(rule, *steps):
+    def after(tx, *steps):
         def run(params):
-            tx, model = optim.trainable(rule), tp.combine(params, rest)
+            model = tp.combine(params, rest)
             state = tx.init(model)
             for each in steps:
                 model, state = optim.step(tx, each, state, model)
@@ -257,36 +262,35 @@ def test_within_trainable_equals_the_rule_leaf_by_leaf():
         return jax.jit(run)(params)
 
     partial = eqx.tree_at(lambda grads: grads.layers[0], grads, None)
-    got, state = after(optim.per_leaf(optax.lamb(0.1)), grads, partial, grads)
-    assert_close(got.layers[1:], after(optax.lamb(0.1), grads, grads, grads)[0].layers[1:], 1e-6)
+    tree = optim.trainable(optax.lamb(0.1))
+    got, state = after(optim.trainable(optim.per_leaf(optax.lamb(0.1)), form="stacks"), grads, partial, grads)
+    assert_close(got.layers[1:], after(tree, grads, grads, grads)[0].layers[1:], 1e-6)
     # Optax counts for all leaves together; this leaf has taken two steps, and nothing of it knows of a third.
-    assert_close(got.layers[0], after(optax.lamb(0.1), grads, grads)[0].layers[0], 1e-6)
-    assert [int(layer.weight[0].count) for layer in state.runs[0].states.layers] == [2, 3, 3]
+    assert_close(got.layers[0], after(tree, grads, grads)[0].layers[0], 1e-6)
+    assert [state.runs[0].states[key][0].count.tolist() for key in ("float32[4,3]", "float32[4]")] == [[2], [2, 3]]
 
 
 def test_hyperparameters_of_all_rows_and_of_leaves_that_are_thawed():
-    model = {"a": ramp(2), "b": ramp(3), "stacks": Stacks({"float32[2]": ramp(4, 2)})}
+    model = {"a": ramp(2), "b": ramp(3), "c": [ramp(2) + i for i in range(4)]}
     rule = optax.chain(optax.inject_hyperparams(optax.sgd)(0.1), optax.inject_hyperparams(optax.scale)(3.0))
-    tx = optim.trainable(optim.per_leaf(rule), "a")
-    state = optim.set_trainable(tx, optim.adjust(tx.init(model), learning_rate=0.25), model, "**")
-    assert len(state.runs) == 2
+    tx = optim.trainable(optim.per_leaf(rule), "a", form="stacks")
     update = jax.jit(tx.update)
+    _, begun = update(model, optim.adjust(tx.init(model), learning_rate=0.25), model)
+    state = optim.set_trainable(tx, begun, model, "**")
+    assert len(state.runs) == 2
     want = jax.tree.map(lambda leaf: np.float32(-0.75) * np.asarray(leaf), model)
     assert_close(update(model, state, model)[0], want, 1e-6)
     state = optim.adjust(state, step_size=jnp.float32(1.0))
-    fresh = state.runs[1].states["stacks"]["float32[2]"]
+    fresh = state.runs[1].states["float32[2]"]
     assert_same(fresh[0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32))
     assert_same(fresh[1].hyperparams["step_size"], np.ones(4, np.float32))
-    last = optim.set_trainable(tx, state, model, "stacks", reset=True)  # its rates are those of "a" before it
-    assert_same(
-        last.runs[0].states["stacks"]["float32[2]"][0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32)
-    )
+    last = optim.set_trainable(tx, state, model, "c", reset=True)  # its rates are those of "a" before it
+    assert_same(last.runs[0].states["float32[2]"][0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32))
     back = optim.set_trainable(tx, last, model, "b", reset=True)
-    assert_same(back.runs[0].states["b"][0].hyperparams["learning_rate"], jnp.float32(0.25))
+    assert_same(back.runs[0].states["float32[3]"][0].hyperparams["learning_rate"], np.full(1, 0.25, np.float32))
     assert_same(jax.jit(lambda state: optim.adjust(state, learning_rate=0.25))(last), last)
     rows = optim.adjust(last, learning_rate=jnp.arange(4.0))
-    row = np.asarray(update(model, rows, model)[0]["stacks"]["float32[2]"])[2]
-    assert_close(row, -2 * np.asarray(model["stacks"]["float32[2]"])[2])
+    assert_close(update(model, rows, model)[0]["c"][2], -2 * np.asarray(model["c"][2]))
     with pytest.raises(ValueError, match=r"expected learning_rate of shape \(4,\), got shape \(2,\)"):
         optim.adjust(last, learning_rate=jnp.ones(2))
 
@@ -294,7 +298,7 @@ def test_hyperparameters_of_all_rows_and_of_leaves_that_are_thawed():
 def test_a_group_without_leaves_has_no_hyperparameters_yet():
     model = {"a": ramp(2), "b": ramp(3)}
     per_leaf = lambda rate: optim.per_leaf(optax.inject_hyperparams(optax.sgd)(rate))
-    tx = optim.trainable(optim.groups({"a": per_leaf(0.5)}, default=per_leaf(0.25)), "a")
+    tx = optim.trainable(optim.groups({"a": per_leaf(0.5)}, default=per_leaf(0.25)), "a", form="stacks")
     state = optim.set_trainable(tx, optim.adjust(tx.init(model), "a", learning_rate=2.0), model)
     want = {name: np.float32(-rate) * np.asarray(model[name]) for name, rate in (("a", 2.0), ("b", 0.25))}
     assert_close(jax.jit(tx.update)(model, state, model)[0], want)

@@ -1,5 +1,7 @@
 """States of plain Optax as those of a transformation over models, and back."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -85,7 +87,9 @@ def test_the_next_steps_are_those_of_optax_and_the_way_back_is_its_state():
         assert_same(again.runs, state.runs)
 
 
-@pytest.mark.parametrize("form", [optim.flat, optim.stacked])
+@pytest.mark.parametrize(
+    "form", [functools.partial(optim.trainable, form="vector"), functools.partial(optim.trainable, form="stacks")]
+)
 def test_over_a_vector_and_stacks(form):
     model, rule = whole(), optax.adam(0.1)
     made = jax.tree.map(lambda leaf: leaf + 1, rule.init(eqx.filter(model, eqx.is_array)))
@@ -169,7 +173,7 @@ WITH_ADAM = optim.trainable(optax.adam(0.1))
         (optim.trainable(optax.sgd(0.1)), optax.adam(0.1), r"has 0\.count, 0\.mu\.b\.0.* has no place"),
         (WITH_ADAM, optax.adam(0.1, mu_dtype=jnp.bfloat16), r"bfloat16\[3\] at '0\.mu\.b\.0', .*keeps float32\[3\]"),
         (optim.trainable(MEMORY, "!mean"), MEMORY, "L-BFGS remembers steps of all parameters"),
-        (optim.flat(MEMORY), MEMORY, "L-BFGS remembers steps of all parameters"),
+        (optim.trainable(MEMORY, form="vector"), MEMORY, "L-BFGS remembers steps of all parameters"),
     ],
     ids=["less", "more", "dtype", "memory of a part", "memory in another form"],
 )
@@ -199,6 +203,6 @@ def test_what_else_is_refused():
         nothing = optim.from_optax(WITH_ADAM, theirs, {"n": 1})
     assert nothing.runs == ()
     assert_same(optim.to_optax(WITH_ADAM, nothing, params), theirs)
-    by_leaf = optim.flat(optim.per_leaf(optax.adam(0.1)))
-    with pytest.raises(ValueError, match=r"has states.*, for which plain Optax over params has no place"):
+    by_leaf = optim.trainable(optim.per_leaf(optax.adam(0.1)), form="stacks")
+    with pytest.raises(ValueError, match=r"at 'states.*, where the transformation keeps .*: it was made by another"):
         optim.to_optax(by_leaf, by_leaf.init(model), params)

@@ -16,7 +16,14 @@ from treeparams import optim
 from ..zoo import assert_close, assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
+forms = pytest.mark.parametrize(
+    "form",
+    [
+        optim.trainable,
+        functools.partial(optim.trainable, form="vector"),
+        functools.partial(optim.trainable, form="stacks"),
+    ],
+)
 
 
 class Language(eqx.Module):
@@ -73,13 +80,12 @@ def _ways():
     return {
         "tree": optim.trainable(of_all),
         "in groups": optim.trainable(optim.groups({"layers": of_all}, default=of_all)),
-        "beside per_leaf": optim.trainable(of_rows),
-        "stacks": optim.stacked(of_rows),
-        "stacks in groups": optim.stacked(optim.groups({"layers": of_rows}, default=of_rows)),
+        "stacks": optim.trainable(of_rows, form="stacks"),
+        "stacks in groups": optim.trainable(optim.groups({"layers": of_rows}, default=of_rows), form="stacks"),
         "within MultiSteps": optim.trainable(optax.MultiSteps(of_all, 1)),
         "a hyperparameter": optim.trainable(inject(0.5)),
-        "a vector": optim.flat(of_all),
-        "stacks of all": optim.stacked(of_all),
+        "a vector": optim.trainable(of_all, form="vector"),
+        "stacks of all": optim.trainable(of_all, form="stacks"),
     }
 
 
@@ -92,7 +98,11 @@ def test_equals_a_group_for_each_factor(way):
 @forms
 def test_traced_factors_in_one_program_and_their_dtypes(form):
     model = {"low": jnp.ones(3, jnp.bfloat16), "single": jnp.ones(2), "complex": jnp.ones(2, jnp.complex64)}
-    model = model if form is not optim.flat else {"low": model["low"], "other": jnp.ones(2, jnp.bfloat16)}
+    model = (
+        model
+        if form is not functools.partial(optim.trainable, form="vector")
+        else {"low": model["low"], "other": jnp.ones(2, jnp.bfloat16)}
+    )
     name = [*model][-1]
     rule = lambda slow: form(optax.chain(optax.scale(-1.0), optim.scaled({"low": slow, name: 2})))
 
@@ -134,9 +144,10 @@ def test_histories_go_on_with_their_factors(form):
 
 def test_rows_that_wait_and_ties_that_a_layout_was_given():
     model = {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)}
-    tx = optim.stacked(
+    tx = optim.trainable(
         optax.chain(optim.per_leaf(optax.sgd(1.0, momentum=0.5)), optim.scaled({"a": 0.5, "c": 0.25})),
         tp.layout(model, ties={"c": "b"}),
+        form="stacks",
     )
     grads = {"a": jnp.ones(2), "b": jnp.ones(2)}
     updates, _ = tx.update(grads, tx.init(model), model, active={"a": jnp.array(False)})
@@ -213,4 +224,4 @@ def test_what_looks_at_leaves_is_seen_beside_it():
     matrices = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
     for rule in (optax.partition({"slow": slow, "fast": fast}, by_rank), optax.masked(slow, matrices)):
         with pytest.raises(ValueError, match="looks at the shapes of leaves"):
-            optim.flat(rule).init(model)
+            optim.trainable(rule, form="vector").init(model)

@@ -1,5 +1,7 @@
 """Whether a rule is right over a vector and over stacks: read from its programs, whatever the numbers in it are."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,10 @@ from ..zoo import enable_x64
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 MODEL = {"a": [jnp.ones((3, 4)), jnp.full((3, 4), 9.0)], "bias": [jnp.ones(4), jnp.full(4, 9.0)], "c": jnp.ones(())}
-FORMS = {"flat": optim.flat, "stacked": optim.stacked}
+FORMS = {
+    "flat": functools.partial(optim.trainable, form="vector"),
+    "stacked": functools.partial(optim.trainable, form="stacks"),
+}
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 SHAPES, NAMES = "looks at the shapes of leaves", "uses the names of leaves"
 
@@ -79,7 +84,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_takes_the_rules_of_optax(name):
-    jax.eval_shape(optim.flat(ELEMENT_WISE[name]).init, MODEL)
+    jax.eval_shape(optim.trainable(ELEMENT_WISE[name], form="vector").init, MODEL)
 
 
 @forms
@@ -91,7 +96,7 @@ def test_takes_what_treats_elements_alike(name, form):
 @pytest.mark.parametrize("name", ["memory", "MultiSteps", "another", "mechanize"])
 def test_takes_it_with_64_bits_where_indices_are_of_two_dtypes(name):
     with enable_x64(True):
-        jax.eval_shape(optim.flat(RIGHT[name]).init, MODEL)
+        jax.eval_shape(optim.trainable(RIGHT[name], form="vector").init, MODEL)
 
 
 WRONG = {
@@ -161,29 +166,44 @@ BY_NAME = {
         lambda tree: jax.tree.map_with_path(lambda path, _: _is_bias(path), tree),
     ),
     "update": optax.stateless(lambda grads, params: _twice_the_biases(grads)),
-    "paths of this library": optax.stateless(lambda grads, params: _first_alone(grads)),
+    "the first": optax.stateless(lambda grads, params: _first_alone(grads)),
 }
 
 
-@pytest.mark.parametrize("form", [*FORMS.values(), lambda tx: optim.stacked(optim.per_leaf(tx))], ids=[*FORMS, "rows"])
+@forms
 @pytest.mark.parametrize("name", BY_NAME)
 def test_refuses_what_goes_by_names(name, form):
-    with pytest.raises(ValueError, match=NAMES):
+    with pytest.raises(ValueError, match=SHAPES if name == "the first" else NAMES):
         form(BY_NAME[name]).init(MODEL)
+
+
+@forms
+def test_a_name_that_the_model_does_not_have_makes_no_difference(form):
+    tx, others = form(BY_NAME["a mask"]), {"a": jnp.ones((3, 4)), "c": [jnp.ones(4), jnp.ones(4)]}
+    tx.init(others)
+    with pytest.raises(ValueError, match=NAMES):  # in the next model it does
+        tx.init({"a": jnp.ones((3, 4)), "bias": [jnp.ones(4), jnp.ones(4)]})
+
+
+@forms
+def test_of_many_names_those_that_differ_in_a_number_are_one(form):
+    model = {"layers": [{"w": jnp.ones(2), "bias": jnp.ones(2)} for _ in range(20)]}
+    with pytest.raises(ValueError, match=NAMES):
+        form(BY_NAME["update"]).init(model)
 
 
 def test_rows_within_are_known_to_be_right_but_not_what_goes_into_them():
     by_rows = lambda rate: optax.chain(optax.scale(2.0), optim.per_leaf(optax.lamb(rate)))
-    jax.eval_shape(optim.stacked(optax.inject_hyperparams(by_rows)(0.1)).init, MODEL)
+    jax.eval_shape(optim.trainable(optax.inject_hyperparams(by_rows)(0.1), form="stacks").init, MODEL)
 
     def by_the_first(grads, state, params=None):
         rows = optim.per_leaf(optax.scale(jnp.sum(jax.tree.leaves(grads)[0])))
         return rows.update(grads, state, params)
 
     with pytest.raises(ValueError, match=SHAPES):
-        optim.stacked(optax.GradientTransformation(optim.per_leaf(optax.scale(1.0)).init, by_the_first)).init(MODEL)
-    with pytest.raises(ValueError, match=SHAPES):  # a vector has no rows
-        optim.flat(optim.per_leaf(optax.lamb(0.1))).init(MODEL)
+        optim.trainable(
+            optax.GradientTransformation(optim.per_leaf(optax.scale(1.0)).init, by_the_first), form="stacks"
+        ).init(MODEL)
 
 
 def _called_back(scale):

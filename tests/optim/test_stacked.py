@@ -79,7 +79,7 @@ def test_equals_optax_leaf_by_leaf(name):
 
         return jax.lax.scan(step, (params, tx.init(tp.combine(params, rest))), length=5)[0][0]
 
-    txs = optim.stacked(EQUAL[name](rows), LAYOUT), optim.trainable(EQUAL[name](lambda tx: tx), LAYOUT)
+    txs = optim.trainable(EQUAL[name](rows), LAYOUT, form="stacks"), optim.trainable(EQUAL[name](lambda tx: tx), LAYOUT)
     got, want = jax.jit(lambda params: [after(tx, params) for tx in txs])(params)
     for path, leaf in tp.trainables(want).items():
         here, wide, start = (np.asarray(tp.trainables(tree)[path], np.float32) for tree in (got, want, params))
@@ -132,15 +132,15 @@ MANY = [*pair(3), *pair(2, 3), *pair(2, 3, 4), _normal(7), _normal(7, 7)]
 def test_refuses_what_looks_at_a_leaf_by_itself(name):
     match = r"inside optim.per_leaf: optax.chain\(optim.clip"
     with pytest.raises(ValueError, match=match):
-        optim.stacked(AWARE[name]).init(MANY)
+        optim.trainable(AWARE[name], form="stacks").init(MANY)
     for model in [pair(3), pair(2, 2, 3, 3), [pair(3), _normal()]] if name == "muon" else []:
         with pytest.raises(ValueError, match=match):
-            jax.eval_shape(optim.stacked(AWARE[name]).init, model)
+            jax.eval_shape(optim.trainable(AWARE[name], form="stacks").init, model)
 
 
 def test_a_rule_is_tried_once_for_each_kind_of_model():
     traces, tried = [], [0]
-    tx = optim.stacked(optax.stateless(lambda updates, params: traces.append(1) or updates))
+    tx = optim.trainable(optax.stateless(lambda updates, params: traces.append(1) or updates), form="stacks")
     for model in ([*pair(3), _normal(2)], pair(7), _normal(2, 3), [_normal(4, 4)], pair(2, 2)):
         for init in (tx.init, tx.init, functools.partial(jax.eval_shape, tx.init)):
             init(model)
@@ -157,9 +157,9 @@ def test_groups_over_stacks_are_one_division():
         optim.groups({"layers": optim.groups({"**": one})}, one),
     ):
         with pytest.raises(ValueError, match=r"stacks for one optim\.groups, but there are"):
-            optim.stacked(rules).init(_model())
+            optim.trainable(rules, form="stacks").init(_model())
     tall = lambda model: [layer.w for layer in model["layers"] if layer.w.shape[0] > 2]
-    tx = optim.stacked(optim.groups({"embed": one, tall: one}, one), LAYOUT)
+    tx = optim.trainable(optim.groups({"embed": one, tall: one}, one), LAYOUT, form="stacks")
     report = optim.report(tx, _model(), tx.init(_model()))
     assert {path for path, name in report.groups.items() if "lambda" in name} == {f"layers.{i}.w" for i in range(3)}
     assert report.groups["embed"] == "embed"
@@ -169,6 +169,18 @@ def test_an_example_of_further_arguments_for_the_trial():
     heated = lambda updates, state, params=None, *, heat, **_: (jax.tree.map(lambda u: u * heat, updates), state)
     rule, net = optax.GradientTransformationExtraArgs(lambda params: (), heated), _net()
     with pytest.raises(ValueError, match=r"it fails there.*heat.*give examples of them, trial="):
-        optim.stacked(rule).init(net)
-    tx = optim.stacked(rule, trial={"heat": 2.0})
+        optim.trainable(rule, form="stacks").init(net)
+    tx = optim.trainable(rule, trial={"heat": 2.0}, form="stacks")
     assert_same(tx.update(tp.copy(net), tx.init(net), net, heat=3.0)[0]["out"], np.float32(3) * np.asarray(net["out"]))
+
+
+@pytest.mark.parametrize("way", [{"grads": {"b": None}}, {"active": {"b": False}}])
+def test_rows_wait_beside_a_group_without_parameters(way):
+    model = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2)), "c": jnp.ones(3)}
+    both = optim.groups({"[ab]": rows(optax.adam(0.1))}, default=rows(optax.adam(0.1)))
+    tx = optim.trainable(both, "[ab]", form="stacks")
+    extra = {"active": way["active"]} if "active" in way else {}
+    new, state = optim.step(tx, model | way.get("grads", {}), tx.init(model), model, **extra)
+    np.testing.assert_allclose([new["a"][0, 0], new["b"][0, 0]], [0.9, 1.0], rtol=1e-5)
+    again = optim.step(tx, model, optim.set_trainable(tx, state, new), new)[0]  # the group has a parameter now
+    assert float(again["c"][0]) < 1

@@ -1,6 +1,7 @@
 """Narrow parameters that steps leave as they were: counted in the state wherever it trains, and named from there."""
 
 import dataclasses
+import functools
 import pickle
 import warnings
 
@@ -19,7 +20,11 @@ from ..zoo import assert_same
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 LOW, HALF = jnp.bfloat16, jnp.float16
 SLOW = optax.adam(1e-4)  # below half the spacing at 1
-FORMS = [optim.trainable, optim.flat, lambda tx: optim.stacked(optim.per_leaf(tx))]
+FORMS = [
+    optim.trainable,
+    functools.partial(optim.trainable, form="vector"),
+    lambda tx: optim.trainable(optim.per_leaf(tx), form="stacks"),
+]
 
 
 def _model():
@@ -183,7 +188,7 @@ def test_a_count_belongs_to_its_parameter_through_freezing_and_resets():
 
 
 def test_rows_that_wait_and_missing_gradients_are_no_steps():
-    tx, model = optim.stacked(optim.per_leaf(SLOW)), {"a": jnp.ones(2, LOW), "b": jnp.ones(2, LOW)}
+    tx, model = optim.trainable(optim.per_leaf(SLOW), form="stacks"), {"a": jnp.ones(2, LOW), "b": jnp.ones(2, LOW)}
     update = jax.jit(lambda state, flag: tx.update(tp.copy(model), state, model, active={"a": flag})[1])
     state = tx.init(model)
     for flag in (True, False, False, True):

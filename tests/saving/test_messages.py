@@ -95,7 +95,7 @@ def test_any_tree(model):
 @pytest.mark.usefixtures("standard_promotion")
 def test_states_averages_numbers_and_texts_come_too():
     model = {"w": ramp(4), "v": ramp(2)}
-    tx = optim.flat(optax.adam(0.1))
+    tx = optim.trainable(optax.adam(0.1), form="vector")
     run = {"state": tx.init(model), "average": tp.Ema(model, decay=0.5), "epoch": 5, "name": "run", "keys": model}
     got, _ = saving.loads(saving.dumps(run), run | {"epoch": 0, "name": ""})
     assert not tp.diff(got, run)

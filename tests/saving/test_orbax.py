@@ -60,7 +60,7 @@ def shapes_over(tree, devices):
 
 RULES = {
     "trainable": optim.trainable(optax.adam(0.1)),
-    "stacked": optim.stacked(optax.sgd(0.1, momentum=0.9)),
+    "stacked": optim.trainable(optax.sgd(0.1, momentum=0.9), form="stacks"),
     "histories": optim.trainable(optax.sgd(0.1, momentum=0.9)),
 }
 

@@ -32,7 +32,7 @@ def plain(rule, model, steps=2):
 
 PLAIN = {
     "adam": (RULE, optim.trainable),
-    "flat": (RULE, optim.flat),
+    "flat": (RULE, functools.partial(optim.trainable, form="vector")),
     "schedule": (optax.sgd(optax.constant_schedule(0.1)), optim.trainable),
     "steps": (optax.MultiSteps(RULE, 2), optim.trainable),
     "factors": (optax.adafactor(0.1, min_dim_size_to_factor=2), optim.trainable),
@@ -143,7 +143,7 @@ def _in(rules, form=optim.trainable):
     return form(optim.groups(rules))
 
 
-@pytest.mark.parametrize("form", [optim.trainable, lambda rule: optim.stacked(rule)])
+@pytest.mark.parametrize("form", [optim.trainable, lambda rule: optim.trainable(rule, form="stacks")])
 def test_groups_are_matched_by_their_parameters(form):
     """Not by their names, even where those of others are the same."""
     plan = saving.plan(_BEFORE, _AFTER, rename={"body.**": "trunk.**"})

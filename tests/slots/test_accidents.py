@@ -219,8 +219,8 @@ KEEP = {
 WAYS = {
     "layout": tp.layout,
     "trainable": optim.trainable(optax.sgd(1.0)).init,
-    "flat": optim.flat(optax.sgd(1.0)).init,
-    "stacked": optim.stacked(optax.sgd(1.0)).init,
+    "flat": optim.trainable(optax.sgd(1.0), form="vector").init,
+    "stacked": optim.trainable(optax.sgd(1.0), form="stacks").init,
     "within": lambda model: tp.layout({"net": model, "temperature": ramp(2)}),
     "a mask": lambda model: tp.layout(model, jax.tree.map(lambda _: True, model)),
 }

@@ -120,7 +120,7 @@ def loss(model: Any, x: Any = 1.0) -> Any:
 
 
 def stepped(form: Any) -> Any:
-    tx = form(optax.sgd(0.1, momentum=0.9))
+    tx = optim.trainable(optax.sgd(0.1, momentum=0.9), form=form)
     return lambda model: optim.step(tx, tp.grad(loss)(model), tx.init(model), model)
 
 
@@ -146,7 +146,7 @@ VERBS = {
     "reached": lambda model: tp.reached(loss)(model).size,
     "moved": lambda model: tp.moved(lambda model: tp.maptrainable(jnp.sin, model))(model).size,
     "hvp": lambda model: nested.hvp(loss)(model, tp.partition(model)[0]),
-    **{f"{form.__name__} step": stepped(form) for form in (optim.trainable, optim.flat, optim.stacked)},
+    **{f"{form} step": stepped(form) for form in ("tree", "vector", "stacks")},
 }
 
 

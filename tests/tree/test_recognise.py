@@ -205,7 +205,11 @@ def in_optax(form: Any, kept: Any = None) -> Any:
     return use
 
 
-FORMS = [optim.trainable, optim.flat, optim.stacked]
+FORMS = [
+    optim.trainable,
+    functools.partial(optim.trainable, form="vector"),
+    functools.partial(optim.trainable, form="stacks"),
+]
 VERBS = {
     "layout": lambda model: (tp.layout(model).mask, tp.layout(model, "weight").digest),
     "str": lambda model: str(tp.layout(model)),
@@ -264,7 +268,10 @@ def test_no_transform_rule_or_type_of_a_leaf_lives_on():
         assert layout.ties == {"a": ("b",)}
         rule = optax.sgd(0.1, momentum=0.9)
         update = lambda *args: (marker, rule.update(*args))[1]
-        optim.flat(optax.GradientTransformation(rule.init, update)).init({"a": ramp(2), "b": ramp(3)})
+        optim.trainable(optax.GradientTransformation(rule.init, update), form="vector").init({
+            "a": ramp(2),
+            "b": ramp(3),
+        })
         model = {"a": ramp(2), "leaf": type("Leaf", (), {"get": lambda self: marker})()}
         tp.combine(*tp.partition(model)), str(tp.summary(model)), str(tp.diff(model, model))
 

@@ -10,13 +10,12 @@ that those have captured. A form itself is held by the index of its layout.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 
-from .._tree.declare import is_box
 from .._tree.dtypes import common_dtype, is_complex, is_inexact
 from .._tree.flattening import same_treedef
 from .._tree.paths import key_entries, key_text, nearest
@@ -25,46 +24,6 @@ from .._tree.types import PyTree
 from .block import Block, cut_blocks, join_blocks
 
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
-
-
-class Stacks(dict[str, Any]):
-    """A dictionary of stacks: each array has one row for each of several leaves of one shape and dtype.
-
-    It is a separate pytree type, so that a rule that treats leaves individually (`optim.per_leaf`) sees that rows are
-    leaves. Everything else sees a dictionary.
-    """
-
-    def __or__(self, other: Any) -> Any:
-        return Stacks({**self, **other})
-
-
-def _flatten_stacks(stacks: Stacks) -> tuple[list[Any], tuple[str, ...]]:
-    keys = tuple(sorted(stacks))
-    return [stacks[key] for key in keys], keys
-
-
-def _flatten_stacks_with_keys(stacks: Stacks) -> tuple[list[Any], tuple[str, ...]]:
-    arrays, keys = _flatten_stacks(stacks)
-    return list(zip(map(jtu.DictKey, keys), arrays, strict=True)), keys
-
-
-jtu.register_pytree_with_keys(
-    Stacks, _flatten_stacks_with_keys, lambda keys, arrays: Stacks(zip(keys, arrays, strict=True)), _flatten_stacks
-)
-
-
-def stacked_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: False) -> list[bool]:
-    """Returns for each leaf of a tree whether it is a stack, whose rows are leaves themselves."""
-    # `tree_leaves` does not say below which node a leaf was. So it is asked twice: the first time it stops at stacks,
-    # and then below the children of each of these. A child that is its own and only leaf is a stack.
-    nodes = jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Stacks) or is_leaf(node))
-    found = [[node] if not isinstance(node, Stacks) else _flatten_stacks(node)[0] for node in nodes]
-    return [
-        isinstance(node, Stacks) and (leaf is child or is_box(type(child)))
-        for node, children in zip(nodes, found, strict=True)
-        for child in children
-        for leaf in jtu.tree_leaves(child, is_leaf=is_leaf)
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +50,11 @@ class Form:
     def is_bare(self) -> bool:
         """Whether the form is a single array without a container."""
         return self.treedef == jtu.tree_structure(0)
+
+    @functools.cached_property
+    def is_stacks(self) -> bool:
+        """Whether the rows of each array in the form are slots."""
+        return not self.is_bare and all(block.has_rows for block in self.blocks)
 
     @functools.cached_property
     def dtype(self) -> Any:

@@ -20,7 +20,7 @@ from .._tree.flattening import take
 from .._tree.text import count_of, describe, quoted
 from .._tree.types import PyTree, TreeDef
 from .block import Block
-from .form import Form, Stacks
+from .form import Form
 from .mesh import is_sharded, split
 
 _LONGEST = 2**31 - 1  # offsets in compiled programs are 32 bits wide
@@ -133,12 +133,13 @@ def stacks_of(layout: Layout, groups: Mapping[str, Where] | None = None) -> Form
     return forms["stacks"]
 
 
-def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]]) -> Form:
-    """Returns stacks for groups of slots; the only group `None` means no groups."""
-    tree: dict[Any, Stacks] = {name: Stacks() for name in groups}
+def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]], *, is_apart: bool = False) -> Form:
+    """Returns stacks for groups of slots; the only group `None` means no groups. Apart, each has a single row."""
+    tree: dict[Any, Any] = {name: {} for name in groups}
     for name, numbers in groups.items():
         for slot in numbers:
-            tree[name].setdefault(layout.slots[slot].key, []).append(slot)
+            key = layout.slots[slot].key
+            tree[name].setdefault(f"{key} {slot}" if is_apart else key, []).append(slot)
     return _stacks(tree.get(None, tree), layout.paths, layout.slots)
 
 
@@ -160,7 +161,7 @@ def stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[str] | None = None)
         where = groups[i] if groups is not None else _devices_of(array)
         alike.setdefault((describe(array), where), []).append(i)
     several = [rows for rows in alike.values() if len(rows) > 1]
-    form = _stacks(Stacks({f"{i:06}": rows for i, rows in enumerate(several)}), [""] * len(arrays), arrays)
+    form = _stacks({f"{i:06}": rows for i, rows in enumerate(several)}, [""] * len(arrays), arrays)
     return dataclasses.replace(form, blocks=tuple([dataclasses.replace(each, dtypes=()) for each in form.blocks]))
 
 

@@ -24,7 +24,6 @@ from jax.typing import ArrayLike
 from .._tree.dtypes import common_dtype
 from .._tree.paths import join_path, key_entries
 from .._tree.types import PyTree
-from .form import Stacks
 from .owners import UNDIVIDED, Division, Entries, Owners, Place
 
 # -- Pieces ------------------------------------------------------------------------------------------------------------
@@ -200,7 +199,7 @@ def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies
     arrays, owners, absent = dict[Entries, Any](), list[Owners | None](), list[Any]()
     for (keys, array), (entries, own) in zip(jtu.tree_flatten_with_path(state)[0], copies.owned(), strict=True):
         if own is not None and paths.isdisjoint(own.paths):
-            absent.append(keys[: len(keys) - len(own.place[1])])
+            absent.append((keys[: len(keys) - len(own.place[1])], own.has_rows))
             continue
         shape = array.shape
         if own is not None and own.axis is not None:
@@ -216,16 +215,17 @@ def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies
 
 
 def _without(node: PyTree, absent: Sequence[Any]) -> PyTree:
-    """Returns a tree with nothing at some paths; stacks lose even the key."""
+    """Returns a tree with nothing at some paths; where a stack was, not even its key."""
     # One level at a time, since a `None` at a path takes the structure below it away too, which a map over leaves would
     # keep.
     below: dict[Any, list[Any]] = {}
-    for keys in absent:
+    for keys, is_stack in absent:
         if not keys:
             return None
-        below.setdefault(keys[0], []).append(keys[1:])
+        below.setdefault(keys[0], []).append((keys[1:], is_stack))
     if not below:
         return node
     children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
     made = treedef.unflatten([_without(child, below.get(key, ())) for (key,), child in children])
-    return Stacks({key: child for key, child in made.items() if child is not None}) if type(node) is Stacks else made
+    stacks = {key.key for key, its in below.items() if ((), True) in its}
+    return {key: child for key, child in made.items() if key not in stacks} if stacks else made

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,9 +50,6 @@ class Index:
     def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
         self.structure = structure
         self.forms: dict[Any, Any] = {}  # those that were asked for
-        # Rules keep here what they know of such a model. Not with the rule, which may live longer: models may hold
-        # functions, and these arrays.
-        self.states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
         self._avals = Avals()  # of arrays with the shapes of the slots
         # For accidents with ties: as of which change of the memory. A mask, or a callable, makes an index at each call.

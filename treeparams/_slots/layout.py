@@ -271,7 +271,7 @@ Layout.__module__ = "treeparams"
 Trainable = Where | PyTree | Layout | None
 """The ways to choose the trained parameters: `None` (as declared), a mask, a `where` or a `Layout`.
 
-Use it to annotate an argument that you pass on: `def train(model, trainable: tp.Trainable = None)`.
+Use it to annotate an argument that you pass on: `def train(model, trainable: tp.types.Trainable = None)`.
 """
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax.tree_util as jtu
+from jax import export
 from jax.core import Tracer
 
 from .._tree.declare import registry
@@ -103,7 +104,17 @@ def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
     return tuple(zip(map(jtu.DictKey, static.index.gathers.kept_paths), frozen, strict=True)), static
 
 
+def _refuse(_: object) -> bytes:
+    raise ValueError(
+        "an exported function cannot take a Rest or a Restructure as an argument, since functions of the model are in "
+        "it: close over it, as in jax.jit(lambda params: f(params, rest))"
+    )
+
+
 jtu.register_pytree_with_keys(Rest, _flatten_with_keys, lambda static, frozen: Rest(tuple(frozen), static), _halves)
+export.register_pytree_node_serialization(
+    Rest, serialized_name="treeparams.Rest", serialize_auxdata=_refuse, deserialize_auxdata=_refuse
+)
 
 
 arrays_in: Callable[[Rest[Any]], tuple[Any, ...]] = operator.attrgetter("_kept")

@@ -108,7 +108,7 @@ class Diff:
         return f"{count} difference{'' if len(self.rows) == 1 else 's'}"
 
 
-Diff.__module__ = "treeparams"
+Diff.__module__ = "treeparams.types"
 
 
 def _table_of_elements(rows: Sequence[Difference]) -> Table:

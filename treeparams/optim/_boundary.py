@@ -4,8 +4,6 @@ It also counts the steps that narrow parameters lose to rounding.
 """
 
 import dataclasses
-import inspect
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +18,6 @@ from .._slots.layout import index_of
 from .._slots.parts import Parts, take_apart
 from .._slots.trainable import MisfitError
 from .._tree.flattening import flatten
-from .._tree.messages import OURS
 from .._tree.recognise import structure_of
 from .._tree.structure import is_array
 from .._tree.types import PyTree
@@ -33,10 +30,6 @@ _OTHER = {
     optax.LookaheadState: "optax.lookahead needs a pair of models, slow and fast, in place of one",
     optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy needs a gradient for each example",
 }
-_ANOTHER = f"these gradients are the updates of another transformation over models; {ONE}"
-# One array of each returned tree of updates, as long as it lives. As gradients, these would be conjugated twice, or
-# summed over the places of a tie.
-_handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 def check_model(params: PyTree) -> None:
@@ -77,6 +70,14 @@ def taken_apart(model: PyTree, state: TrainableState, grads: PyTree = None) -> P
                 "the gradients contain values that are not arrays, as a model does; the order is tx.update(grads, "
                 "state, model), optim.step(tx, grads, state, model)"
             ) from None
+        nodes = index_of(state.roles.layout).structure.nodes
+        if any(node.cls.__module__.startswith("flax.nnx") for node in nodes):
+            raise ValueError(
+                "the state was made from variables of flax.nnx, and the model has none: nnx.Optimizer passes one kind "
+                "of tree to init and another to update, so write the step yourself: graph, params, rest = "
+                "nnx.split(net, nnx.Param, ...); state = tx.init(params); params, state = optim.step(tx, grads, state, "
+                "params)"
+            ) from None
         raise ValueError(
             "the state was made from another tree (the first below) than this model (the second): write state = "
             "tx.init(model) with the whole model, not eqx.filter(model, ...) or a part of it, and pass the whole model "
@@ -102,38 +103,6 @@ def _check_chain(node: Any) -> None:
         )
     if last:
         jax.tree.map(_check_chain, node[-1], is_leaf=_is_chain)
-
-
-def note_updates(parts: Parts[Any], updates: PyTree, given: PyTree) -> None:
-    """Remembers returned updates that would be wrong as gradients, unless the caller passed them in."""
-    if parts.index.ties or parts.index.complex_slots:
-        first = next(iter(jtu.tree_leaves(updates)), None)
-        if isinstance(first, jax.Array) and id(first) not in set(map(id, jtu.tree_leaves(given))):
-            _handed_out[id(first)] = first
-
-
-def check_no_updates(parts: Parts[Any], grads: PyTree) -> None:
-    """Refuses gradients that are the updates of another transformation over models."""
-    if parts.index.ties or parts.index.complex_slots:
-        first = next(iter(jtu.tree_leaves(grads)), None)
-        if first is not None and _handed_out.get(id(first)) is first:
-            raise ValueError(_ANOTHER)
-
-
-def refuse_another() -> None:
-    """Refuses to be one of two transformations over models in a combination of Optax.
-
-    Each of them would receive the updates of the other one, in which all places of a tie are filled and complex numbers
-    are conjugated, and would do both again. Its arguments do not show this, so the function looks at the state of its
-    caller.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("optax."):
-        frame = frame.f_back if frame.f_code.co_filename.startswith(OURS) else None
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("optax."):
-        if len(nodes_of(TrainableState, frame.f_locals.get("state"))) > 1:
-            raise ValueError(_ANOTHER)
-        frame = frame.f_back
 
 
 def check_ties(model: PyTree, parts: Parts[Any]) -> None:

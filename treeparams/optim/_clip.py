@@ -1,37 +1,20 @@
 """clip_by_global_norm: clips by the global norm of this library, as plain Optax."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from .._norm import global_norm
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._scaled import times
-from ._state import check_state, nodes_of
-
-
-class ClipState(NamedTuple):
-    """The state of `optim.clip_by_global_norm`, with fields that you can plot.
-
-    Attributes:
-        norm: the global norm in the last call, before clipping; float32, or float64 for a float64 model.
-        clipped: the number of calls in which it was finite and above the limit.
-        nonfinite: the number of calls in which it was infinite or NaN.
-    """
-
-    norm: Float[Array, ""]
-    clipped: Int[Array, ""]
-    nonfinite: Int[Array, ""]
-
-
-ClipState.__module__ = "treeparams.optim"
+from ._state import ClipState
 
 
 def clip_by_global_norm(
@@ -46,7 +29,7 @@ def clip_by_global_norm(
     >>> tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
     >>> gradients = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([2.0, 2.0])}
     >>> updates, state = tx.update(gradients, tx.init(model), model)
-    >>> clip = optim.clip_state(state)
+    >>> clip = state.clip
     >>> updates["a"], clip.norm, clip.clipped
     (Array([-0.6, -0.8], dtype=float32), Array(5., dtype=float32), Array(1, dtype=int32))
 
@@ -109,35 +92,3 @@ def _norm_over(axis_name: str | Sequence[str], norm: jax.Array) -> jax.Array:
     largest = jax.lax.pmax(norm, axis_name)
     safe = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     return safe * jnp.sqrt(jax.lax.psum(jnp.square(norm / safe), axis_name))
-
-
-def clip_state(state: PyTree) -> ClipState:
-    """Returns the `ClipState` from the state of any chain or wrapper.
-
-    >>> import jax.numpy as jnp, optax
-    >>> from treeparams import optim
-    >>> model, grads = {"a": jnp.zeros(2)}, {"a": jnp.array([3.0, 4.0])}
-    >>> tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(0.1)))
-    >>> model, state = optim.step(tx, grads, tx.init(model), model)
-    >>> optim.clip_state(state).norm
-    Array(5., dtype=float32)
-
-    Args:
-        state: the state of a transformation that contains `optim.clip_by_global_norm`.
-
-    Returns:
-        The norm in the last call, how often it clipped, and how often the norm was not finite. If the state has several
-        histories (`optim.set_trainable`), you get those of the oldest one that trains now, in its last call with
-        gradients; if there are several clips, as in groups, you get the first.
-
-    Raises:
-        ValueError: the state contains no clip.
-    """
-    check_state(state)
-    found = nodes_of(ClipState, state)
-    if not found:
-        raise ValueError(
-            "there is no optim.clip_by_global_norm in this state; optax.clip_by_global_norm keeps no norm, so write "
-            "optim.clip_by_global_norm(max_norm) in its place"
-        )
-    return found[0]

@@ -25,7 +25,6 @@ from jax.extend.core import JaxprEqn
 from .._programs import Kind, Marks, kind_of
 from .._tree.types import PyTree
 from ._formulas import alike_p
-from ._named import Asked, Named
 
 Extended = optax.GradientTransformationExtraArgs
 """A rule of Optax, as `extended` returns it."""
@@ -38,10 +37,9 @@ def coupling(
 
     Without `extra`, `update` gets the arguments that rules of Optax ask for.
     """
-    asked = Asked()
-    leaves = Named([row for row in rows for _ in range(2)], asked)
+    leaves = [row for row in rows for _ in range(2)]
 
-    def step(grads: Named, state: PyTree, params: Named, value: jax.Array) -> tuple[PyTree, PyTree]:
+    def step(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
         known = {"value": value, "grad": grads, "value_fn": _loss}
         return tx.update(grads, state, params, **(known if extra is None else extra))
 
@@ -56,8 +54,6 @@ def coupling(
         kept = [old | new for old, new in zip(kept, ends[len(slots) :], strict=True)]
     if walk.draws:
         return "it draws random numbers, which would be the same for all leaves of one shape"
-    if asked.names:
-        return "it uses the names of leaves, and a row has none"
     found = []
     if any(marks & ~own[path[0].idx] for (path, _), marks in zip(slots, ends, strict=False)):
         found.append("the update of one leaf depends on another")
@@ -85,20 +81,57 @@ class _Drawing(Marks):
 # -- A rule over rows, inside one that is read as a whole --------------------------------------------------------------
 
 
-def as_one_operation(
-    rule: Extended,
-    row: jax.ShapeDtypeStruct,
-    updates: PyTree,
-    params: PyTree | None,
-    extra: dict[str, Any],
-) -> PyTree:
+class Compared:
+    """A node around a leaf, or around the stack of several, that is shown to a rule to compare the two.
+
+    Its key is that of the leaf, so a rule that reads the last key of a path reads this.
+    """
+
+    def __init__(self, leaf: Any, key: Any = None) -> None:
+        self.leaf = leaf
+        self.key = jtu.GetAttrKey("leaf") if key is None else key
+
+
+jtu.register_pytree_with_keys(
+    Compared,
+    lambda node: ([(node.key, node.leaf)], node.key),
+    lambda key, leaves: Compared(leaves[0], key),
+    lambda node: ([node.leaf], node.key),
+)
+
+
+def compared(treedef: Any, keys: Sequence[Any], leaves: Sequence[Any]) -> PyTree:
+    """Returns a tree with a node around each leaf."""
+    return jtu.tree_unflatten(
+        treedef, [Compared(leaf, path[-1] if path else None) for path, leaf in zip(keys, leaves, strict=True)]
+    )
+
+
+def is_compared(tree: PyTree) -> bool:
+    """Returns whether there are such nodes in a tree."""
+    return any(map(_is_node, jtu.tree_leaves(tree, is_leaf=_is_node)))
+
+
+def without_nodes(tree: PyTree) -> PyTree:
+    """Returns a tree with the leaves in place of such nodes."""
+    return jax.tree.map(lambda node: node.leaf if _is_node(node) else node, tree, is_leaf=_is_node)
+
+
+def _is_node(node: object) -> bool:
+    return isinstance(node, Compared)
+
+
+_ANY_ROW = jax.ShapeDtypeStruct((2, 3), np.float32)
+
+
+def as_one_operation(rule: Extended, updates: PyTree, params: PyTree | None, extra: dict[str, Any]) -> PyTree:
     """Returns the updates of a rule over rows as a single operation.
 
-    The rule's program over the first row identifies the operation. Values that the rule closes over, such as a rate
-    that was made outside of it, are operands.
+    The rule's program identifies the operation. Values that the rule closes over, such as a rate that was made outside
+    of it, are operands.
     """
     try:
-        program = jax.make_jaxpr(lambda row: rule.update(row, rule.init(row), row, **extra))(row)
+        program = jax.make_jaxpr(lambda row: rule.update(row, rule.init(row), row, **extra))(_ANY_ROW)
     except Exception:  # `init`, or the first `update`, says why
         name, closed = "", []
     else:

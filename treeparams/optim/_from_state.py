@@ -17,8 +17,8 @@ from .._slots.layout import Layout, trained_at
 from .._slots.parts import take_apart
 from .._tree.paths import key_entries
 from .._tree.types import PyTree
-from ._history import History
-from ._state import TrainableState, model_state
+from ._per_leaf import PerLeafState
+from ._state import History, TrainableState, model_state
 
 M = TypeVar("M")
 
@@ -50,7 +50,7 @@ def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.
         f: the loss, a function of the model and further arguments, as you pass it to the line search as `value_fn`.
 
     Returns:
-        A function of the same arguments and `state=`, the state of `optim.trainable`, `flat` or `stacked`. It returns
+        A function of the same arguments and `state=`, the state of `optim.trainable`. It returns
         the value, in the dtype that the state has it in, and the canonical gradient.
 
     Raises:
@@ -107,7 +107,7 @@ def eval_params(f: Callable[[Any, Any], Any], state: PyTree, model: M) -> M:
     >>> import equinox as eqx, jax, optax
     >>> from treeparams import optim
     >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-    >>> tx = optim.flat(optax.contrib.schedule_free_sgd(0.1), "!layers.0")
+    >>> tx = optim.trainable(optax.contrib.schedule_free_sgd(0.1), "!layers.0", form="vector")
     >>> evaluated = optim.eval_params(optax.contrib.schedule_free_eval_params, tx.init(mlp), mlp)
     >>> evaluated.layers[0].weight is mlp.layers[0].weight, evaluated.layers[1].weight.shape
     (True, (1, 4))
@@ -117,8 +117,9 @@ def eval_params(f: Callable[[Any, Any], Any], state: PyTree, model: M) -> M:
             has: a canonical tree, a vector, stacks. If the optimiser is a chain, pick one of its states: `lambda state,
             params: optax.contrib.schedule_free_eval_params(state[1], params)`. If parameters have taken different
             numbers of steps, as after `optim.set_trainable`, there is a state for each history, and `f` is called with
-            each.
-        state: the state of `optim.trainable`, `flat` or `stacked`, or of a chain or wrapper around it.
+            each. If the optimiser is `optim.per_leaf(tx)`, `f` is called with the state of `tx`, and the parameter, of
+            each row, by `jax.vmap`.
+        state: the state of `optim.trainable`, or of a chain or wrapper around it.
         model: the model that was trained.
 
     Returns:
@@ -134,10 +135,18 @@ def eval_params(f: Callable[[Any, Any], Any], state: PyTree, model: M) -> M:
     for run, positions, division in zip(ours.runs, ours.roles.running, ours.roles.divisions, strict=False):
         form = _form_of(trained_at(ours.layout, positions), division)
         slots = [parts.index.by_leaf[position] for position in positions]
-        made = form.read(f(run, form.holding([values[slot] for slot in slots])))
+        made = form.read(_applied(f, run, form.holding([values[slot] for slot in slots])))
         for slot, value in zip(slots, made, strict=True):
             values[slot] = values[slot] if value is None else value
     return parts.model(values)
+
+
+def _applied(f: Callable[[Any, Any], Any], run: PyTree, shown: PyTree) -> PyTree:
+    """Returns the result of `f`; of a rule over rows, called with the state and the parameter of each row."""
+    if not isinstance(run, PerLeafState):
+        return f(run, shown)
+    stacks, treedef = jtu.tree_flatten(shown)
+    return treedef.unflatten(list(map(jax.vmap(f), treedef.flatten_up_to(run.states), stacks)))
 
 
 def _form_of(layout: Layout, division: Division) -> Form:

@@ -1,27 +1,105 @@
-"""groups: an optimiser for each of several groups of parameters. report: the group of each parameter."""
+"""groups: an optimiser for each of several groups of parameters. report: the group of each parameter.
+
+A rule inside `optim.trainable` sees only the trained parameters. So the entries of `{where: value}` are read in the
+tree that the rule sees, and checked in the whole model, which `init` has.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.tree_util as jtu
 import optax
 
-from .._forms.form import Form, Stacks
+from .._forms.form import Form
 from .._slots.index import Index
 from .._slots.layout import index_of
 from .._slots.parts import take_apart
-from .._slots.where import name_of
-from .._tree.paths import join_path
+from .._slots.rules import first_entries
+from .._slots.said import declaring_nodes
+from .._slots.ties import find_ties
+from .._slots.where import Where, name_of
+from .._tree.declare import read_source
+from .._tree.paths import join_path, key_entries, split_path
 from .._tree.recognise import structure_of
+from .._tree.static_keys import contents
+from .._tree.structure import is_array
 from .._tree.tables import Table, as_html, as_text
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree
-from ._entries import Keys, check_entries, entries_of
+from ._coupling import without_nodes
 from ._master import copies_in
-from ._named import Named
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
+
+
+class Keys:
+    """The keys of entries in a state, for the check at `init`.
+
+    All are equal, and a pickled copy has none, so that programs and files do not depend on functions that select.
+    """
+
+    def __init__(self, wheres: Sequence[Where] = (), by_parameter: Callable[..., PyTree] | None = None) -> None:
+        self.wheres = tuple(wheres)
+        self.by_parameter = by_parameter  # reads factors by parameter in one update, see `told`
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keys)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __reduce__(self) -> Any:
+        return Keys, ()
+
+
+contents[Keys] = lambda _: ()
+
+
+def entries_of(params: PyTree, wheres: Sequence[Where], *, is_whole: bool = False) -> dict[str, int]:
+    """Returns the number of the entry that selects each parameter of a canonical tree; others are left out.
+
+    You may name a tie that a class declares by either end, although the tree has nothing at its alias. If the tree is
+    not a whole model, an entry may select nothing.
+    """
+    structure = structure_of(_with_aliases(params))[2]
+    index = Index(structure, (True,) * len(structure.specs), find_ties(structure))
+    found = first_entries(index, wheres, asked=None if is_whole else (), may_be_empty=not is_whole)
+    return {structure.paths[leaf]: number for leaf, number in found.items()}
+
+
+def check_entries(index: Index, keys: Keys, numbers: Mapping[str, int | None]) -> None:
+    """Checks entries in the whole model, and that each parameter has the entry that the rule found for it."""
+    found = first_entries(index, keys.wheres)
+    for leaf in index.positions:
+        path = index.structure.paths[leaf]
+        if path in numbers and numbers[path] != found.get(leaf):
+            name = name_of(keys.wheres[found[leaf]])
+            raise ValueError(
+                f"{name} names {path!r} by an alias that only a layout has, and the optimiser does not see it; write "
+                f"{path!r}, or declare the tie in its class"
+            )
+
+
+def _with_aliases(params: PyTree) -> PyTree:
+    """Returns the tree as shapes, with further ones at the aliases that its classes declare."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    structure, aliases = structure_of(shapes)[2], dict[str, Any]()
+    for node, said in declaring_nodes(structure):
+        for alias, source in said.ties.items():
+            path, transform = read_source(source, node.cls.__qualname__)
+            at = structure.index.get(join_path((*node.entries, *split_path(path))))
+            if at is not None:
+                shape = jax.ShapeDtypeStruct(*structure.spec(at)[:2])
+                there = join_path((*node.entries, *split_path(alias)))
+                aliases[there] = shape if transform is None else jax.eval_shape(transform, shape)
+    if not aliases:
+        return shapes
+    pairs, treedef = jtu.tree_flatten_with_path(shapes, is_leaf=lambda node: node is None)
+    paths = [join_path(key_entries(keys)) for keys, _ in pairs]
+    leaves = [aliases.get(path) if leaf is None else leaf for path, (_, leaf) in zip(paths, pairs, strict=True)]
+    return jtu.tree_unflatten(treedef, leaves)
 
 
 class Group(NamedTuple):
@@ -46,7 +124,7 @@ class GroupsState:
     keys: Keys
 
 
-GroupsState.__module__ = "treeparams.optim"
+GroupsState.__module__ = "treeparams.types"
 jtu.register_dataclass(GroupsState, ["inner_states"], ["groups", "keys"])
 
 
@@ -113,6 +191,7 @@ class _Groups:
 
     def init(self, params: PyTree) -> Any:
         """Returns the states of the rules, and the parameters of each."""
+        shown, params = params, without_nodes(params)
         structure = structure_of(params)[2]
         are_of_stacks, paths = are_stacks(params), structure.paths
         if None in structure.specs:
@@ -126,7 +205,7 @@ class _Groups:
             members[name].append(path)
         groups = tuple(Group(name, tuple(own)) for name, own in members.items())
         keys = Keys([] if are_of_stacks else [*self.wheres.values()])
-        return GroupsState(self._partition(groups).init(params).inner_states, groups, keys)
+        return GroupsState(self._partition(groups).init(shown).inner_states, groups, keys)
 
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: object) -> tuple[PyTree, Any]:
         """Returns the updates, each from the rule of its group, and the next states."""
@@ -150,7 +229,8 @@ class _Groups:
         Its rows have no paths here, so the group that it lies in among the stacks decides.
         """
         leaves = jtu.tree_flatten_with_path(stacks)[0]
-        given = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
+        found = [_keys_of_stack(path, leaf) or () for path, leaf in leaves]
+        given = {i: str(keys[-2].key) for i, keys in enumerate(found) if len(keys) > 1}
         if self._has_default():
             # A rule for a group that the stacks do not have is a mistake: the default is for groups without a rule.
             is_fine = self.wheres.keys() <= set(stacks)
@@ -161,7 +241,8 @@ class _Groups:
             raise ValueError(
                 "a group of stacks needs an optimiser of the same name: expected groups among "
                 f"{', '.join(self.rules)}, got {names}; write tp.stack(model, groups={{name: where}}), or "
-                "optim.stacked(optim.groups(...)), or name the optimisers after these groups, with default= for others"
+                "optim.trainable(optim.groups(...), form='stacks'), or name the optimisers after these groups, with "
+                "default= for others"
             )
         return [name if name in self.rules else "default" for name in given.values()]
 
@@ -176,18 +257,29 @@ class _Groups:
 
 
 def are_stacks(params: PyTree) -> bool:
-    """Returns whether all leaves are in stacks, and there is at least one."""
-    return bool(jtu.tree_leaves(params)) and all(map(_is_stacks, jtu.tree_leaves(params, is_leaf=_is_stacks)))
+    """Returns whether all arrays of a tree are stacks, whose rows have no paths."""
+    leaves = jtu.tree_flatten_with_path(params)[0]
+    return bool(leaves) and None not in [_keys_of_stack(path, leaf) for path, leaf in leaves]
 
 
-def _is_stacks(node: object) -> bool:
-    """Returns whether the leaves below a node have no paths of the model."""
-    return isinstance(node, (Stacks, Named))
+def _keys_of_stack(path: Sequence[Any], leaf: Any) -> Sequence[Any] | None:
+    """Returns the keys up to one that describes the rows of an array, as `tp.stack` has it, or a row that is compared.
+
+    Behind it there may be that of a node around the array.
+    """
+    rows = [jax.ShapeDtypeStruct(leaf.shape[n:], leaf.dtype) for n in (0, 1)] if is_array(leaf) else []
+    words = set(map(describe, rows))
+    ends = [end for end in (len(path) - 1, len(path)) if end > 0]
+    return next(
+        (path[:end] for end in ends if words.intersection(str(getattr(path[end - 1], "key", "")).split(" "))), None
+    )
 
 
 def _labelled(names: Mapping[str, str], tree: PyTree) -> PyTree:
     """Returns a tree of parameters with each replaced by the name of its group."""
-    return jtu.tree_unflatten(jtu.tree_structure(tree), [names[path] for path in structure_of(tree)[2].paths])
+    return jtu.tree_unflatten(
+        jtu.tree_structure(tree), [names[path] for path in structure_of(without_nodes(tree))[2].paths]
+    )
 
 
 def group_name(where: object) -> str:
@@ -241,7 +333,7 @@ class Report:
         return as_html([self.table, *self.notes])
 
 
-Report.__module__ = "treeparams.optim"
+Report.__module__ = "treeparams.types"
 
 
 def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Report:
@@ -263,7 +355,7 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     that three steps or more have left as they were are named below the table; see `TrainableState.stuck`.
 
     Args:
-        tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`.
+        tx: `optim.trainable(...)`.
         model: any pytree. `report` makes no optimiser state of it.
         state: a state of `tx`: you then see the leaves that train by this state, their histories and their step counts.
             Steps in which a row of stacks waited (`active=`) count too; the row's own count is in the state.

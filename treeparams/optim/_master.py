@@ -46,7 +46,7 @@ class MasterState:
     inner: Any
 
 
-MasterState.__module__ = "treeparams.optim"
+MasterState.__module__ = "treeparams.types"
 jtu.register_dataclass(MasterState, ["copies", "inner"], [])
 
 
@@ -68,7 +68,7 @@ def master(tx: Plain, dtype: DTypeLike = jnp.float32) -> optax.GradientTransform
     moments in float32 too: with Adam, 12 bytes beside the 2 of a bfloat16 weight, and 4 without copies. A parameter
     that is as wide as `dtype` has no copy.
 
-    It is plain Optax, and works anywhere inside `optim.trainable`, `optim.flat` and `optim.stacked`, in `optim.groups`
+    It is plain Optax, and works anywhere inside `optim.trainable`, in `optim.groups`
     and `optim.per_leaf`, and in `sharding.make_step`. **Put everything that makes the step inside it**: clips, weight
     decay, `optim.scaled`, `optax.apply_if_finite`, and `optax.MultiSteps`, which then accumulates in float32. If a
     later transformation changes the updates, parameters differ from their copies, all copies restart in each step, and

@@ -1,4 +1,4 @@
-"""per_leaf: runs an optimiser over each leaf separately, and over all rows of a stack at once."""
+"""per_leaf: runs an optimiser over each row of stacks separately, all rows of one at once."""
 
 import dataclasses
 import functools
@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 
-from .._forms.form import stacked_leaves
+from .._forms.form import Form
 from .._forms.mesh import is_sharded, laid_as, split
 from .._tree.text import count_of, describe, in_short
 from .._tree.types import PyTree
-from ._coupling import Extended, as_one_operation, coupling
+from ._coupling import Extended, as_one_operation, coupling, is_compared
 from ._groups import GroupsState
-from ._named import is_compared
 from ._scaled import ScaledState
 from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, nodes_of, settled, steady
 
@@ -27,8 +26,8 @@ class PerLeafState:
     """The state of `optim.per_leaf`, a pytree.
 
     Attributes:
-        states: a tree like the parameters, with a state of `tx` at each array. For a stack, all arrays in it have a
-            leading axis over the rows, including counts and hyperparameters.
+        states: a tree like the parameters, with a state of `tx` at each stack. All arrays in it have a leading axis
+            over the rows, including counts and hyperparameters.
         spare: if there are no parameters, the state that one would have, so that `optim.adjust` finds the
             hyperparameters.
         is_checked: whether `tx` is known to treat each leaf separately; static.
@@ -39,12 +38,12 @@ class PerLeafState:
     is_checked: bool = False
 
 
-PerLeafState.__module__ = "treeparams.optim"
+PerLeafState.__module__ = "treeparams.types"
 jtu.register_dataclass(PerLeafState, ["states", "spare"], ["is_checked"])
 
 
 def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.GradientTransformationExtraArgs:
-    """Runs an optimiser over each leaf separately: over each row of a stack, with all rows in one operation.
+    """Runs an optimiser over each row of stacks separately, with all rows of a stack in one operation.
 
     >>> import jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
@@ -56,17 +55,18 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     >>> updates["float32[2,3]"].shape, state[1].states["float32[3]"][0].count
     ((4, 2, 3), Array([1, 1, 1, 1], dtype=int32))
 
-    It is plain Optax and accepts any tree. In **stacks**, the dictionary that `tp.stack` makes, each row is a leaf for
-    `tx`, through `jax.vmap`. Any other array is one leaf, also in a dictionary of stacks that you make by hand. So
-    optimisers that look at a leaf's axes or norm (Muon, Adafactor, LAMB) are right on stacks and compile as one program
-    for each shape. Element-wise optimisers (`optax.adam`) do not need it.
+    It is plain Optax over **stacks**, as `tp.stack` makes them: the leading axis of each array is the axis of rows, and
+    each row is a leaf for `tx`, through `jax.vmap`. So optimisers that look at a leaf's axes or norm (Muon, Adafactor,
+    LAMB) are right on stacks and compile as one program for each shape. Element-wise optimisers (`optax.adam`) do not
+    need it. Over the leaves of a model Optax is right without it: there the leading axis of a weight would be taken for
+    rows, and `form="tree"` and `form="vector"` of `optim.trainable` refuse it.
 
-    `tx` sees one bare array without a name. So put `optim.groups` around it, and write masks and labels inside it as
-    functions, `mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)`. **You get a `ValueError` if `tx`
-    couples leaves** - norms of the whole gradient, `optax.apply_if_finite`, L-BFGS, Prodigy - or draws random numbers,
-    which would be the same for all rows, or asks for paths. Put these around it, in a chain as above. `init` finds
-    coupling in the programs of `tx`, once for each kind of leaf, in 5 to 200 ms. Put `optax.MultiSteps` around it, too:
-    inside, each row decides separately, so each call computes the step.
+    `tx` sees one bare array without a name, so a mask by path selects nothing in it. Put `optim.groups` around it, and
+    write masks and labels inside it as functions, `mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)`.
+    **You get a `ValueError` if `tx` couples leaves** - norms of the whole gradient, `optax.apply_if_finite`, L-BFGS,
+    Prodigy - or draws random numbers, which would be the same for all rows. Put these around it, in a chain as above.
+    `init` finds coupling in the programs of `tx`, once for each kind of leaf, in 5 to 200 ms. Put `optax.MultiSteps`
+    around it, too: inside, each row decides separately, so each call computes the step.
 
     **`None` is not zero**, and neither is `optax.MaskedNode`: a leaf without a gradient gets no update, and its state
     waits, including its count. All rows of a stack move together.
@@ -85,7 +85,7 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     Raises:
         ValueError: `at_once` is not positive; `init`, or the first `update` if `tx` needs extra arguments: `tx` couples
             leaves, draws random numbers, contains `optim.groups` or a transformation over models, or fails on one
-            array; `update`: the gradients do not fit the state.
+            array; an array has no axis of rows; `update`: the gradients do not fit the state.
         TypeError: `tx` is not a transformation.
     """
     if isinstance(tx, ModelTransformation):
@@ -119,7 +119,7 @@ def _at(apart: PyTree, i: jax.Array) -> PyTree:
 
 
 class _Each:
-    """A rule over each leaf, and over each row of a stack."""
+    """A rule over each row of stacks."""
 
     def __init__(self, rule: Extended, rows: _Rows) -> None:
         self.rule = rule
@@ -127,49 +127,41 @@ class _Each:
         self.known = set[Any]()  # rows, with the names of extra arguments, that the rule is known to treat one by one
 
     def init(self, params: PyTree) -> Any:
-        """Returns the state of each leaf."""
+        """Returns the states of the rows of each stack."""
         if is_compared(params):
             return PerLeafState(())
         leaves, treedef = jtu.tree_flatten(params)
-        stacked = stacked_leaves(params)
-        is_checked = _check(self.rule, self.known, list(map(_row, leaves, stacked)))
-        pairs = zip(leaves, stacked, strict=True)
-        states = [_start_rows(self.rule, leaf) if many else self.rule.init(leaf) for leaf, many in pairs]
+        is_checked = _check(self.rule, self.known, list(map(_row, leaves)))
+        states = [_start_rows(self.rule, leaf) for leaf in leaves]
         spare = None if leaves else settled(self.rule.init(jnp.zeros(())))
         return PerLeafState(treedef.unflatten(list(map(settled, states))), spare, is_checked)
 
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
-        """Returns the update of each leaf, and its next state."""
+        """Returns the update of each row, and its next state."""
         if not isinstance(state, PerLeafState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
-        stacked = stacked_leaves(updates, _is_nothing)
         if is_compared(updates):
-            rows = [_row(leaf, many) for leaf, many in zip(leaves, stacked, strict=True) if not _is_nothing(leaf)]
-            return (as_one_operation(self.rule, rows[0], updates, params, extra) if rows else updates), state
+            return as_one_operation(self.rule, updates, params, extra), state
         states = _like(treedef, state.states)
         values = [None] * len(leaves) if params is None else _like(treedef, params)
         here = [i for i, gradient in enumerate(leaves) if not _is_nothing(gradient)]
         if extra or not state.is_checked:  # else `init` has checked it, even if the rule is made anew for each update
-            _check(self.rule, self.known, [_row(leaves[i], stacked[i]) for i in here], extra)
+            _check(self.rule, self.known, [_row(leaves[i]) for i in here], extra)
         run = functools.partial(self._step, extra)
         for i in here:
-            self._check_state(updates, i, stacked[i], leaves[i], states[i])
-            args = leaves[i], states[i], values[i]
-            leaves[i], after = self.rows.run(run, *args) if stacked[i] else run(*args)
+            self._check_state(updates, i, leaves[i], states[i])
+            leaves[i], after = self.rows.run(run, leaves[i], states[i], values[i])
             states[i] = steady(after, states[i])
         return treedef.unflatten(leaves), dataclasses.replace(state, states=treedef.unflatten(states))
 
     def _step(self, extra: dict[str, Any], gradient: Any, state: Any, value: Any) -> Any:
         return self.rule.update(gradient, state, value, **extra)
 
-    def _check_state(self, updates: PyTree, i: int, is_stack: bool, gradient: Any, state: Any) -> None:
-        """Refuses a gradient at a leaf that `init` did not have, or had with another number of rows."""
-        problem = ""
-        if is_stack:
-            counts = {jnp.shape(each)[0] for each in jax.tree.leaves(state)}
-            if counts - {len(gradient)}:
-                problem = f" with {len(gradient)} rows, but init had {max(counts)}"
+    def _check_state(self, updates: PyTree, i: int, gradient: Any, state: Any) -> None:
+        """Refuses a gradient at a stack that `init` did not have, or had with another number of rows."""
+        counts = {jnp.shape(each)[0] for each in jax.tree.leaves(state)} - {len(gradient)}
+        problem = f" with {len(gradient)} rows, but init had {max(counts)}" if counts else ""
         if _is_nothing(state) and not _is_nothing(jax.eval_shape(self.rule.init, gradient)):
             problem = ", but init had no parameter there; give None"
         if problem:
@@ -184,10 +176,24 @@ def _is_nothing(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 
-def _row(leaf: Any, is_stack: bool) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype that the rule sees of a leaf."""
-    shape = jnp.shape(leaf)
-    return jax.ShapeDtypeStruct(shape[1:] if is_stack else shape, jnp.result_type(leaf))
+def _row(stack: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype that the rule sees of a stack."""
+    if not jnp.ndim(stack):
+        raise ValueError(
+            f"optim.per_leaf takes the leading axis of each array for rows, and got {describe(stack)}; it is for the "
+            "stacks of tp.stack, or of optim.trainable(tx, form='stacks')"
+        )
+    return jax.ShapeDtypeStruct(jnp.shape(stack)[1:], jnp.result_type(stack))
+
+
+def check_rows(state: PyTree, form: Form) -> None:
+    """Refuses a rule over rows in a form that has none."""
+    if nodes_of(PerLeafState, state) and not form.is_stacks:
+        raise ValueError(
+            "optim.per_leaf takes the leading axis of each array for rows of stacks, which this form does not have: "
+            "write optim.trainable(tx, form='stacks'), or leave optim.per_leaf out, since a leaf of a tree is seen by "
+            "itself"
+        )
 
 
 def _start_rows(rule: Extended, stack: Any) -> PyTree:

@@ -28,14 +28,16 @@ from .._tree.recognise import structure_of
 from .._tree.structure import is_array
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
-from ._history import History, asked, regrouped
 from ._state import (
+    History,
     ModelTransformation,
     TrainableState,
+    asked,
     extended,
     in_own_buffers,
     model_state,
     nodes_of,
+    regrouped,
     rule_of,
     settled,
     steady,
@@ -65,7 +67,7 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
     gradients.
 
     Args:
-        tx: an `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)` around the optimiser that made the
+        tx: an `optim.trainable(...)` around the optimiser that made the
             state.
         optax_state: its state, over the model or over any part of it that contains the trained parameters, such as
             `eqx.filter(model, eqx.is_inexact_array)`. It may be a tree of NumPy arrays with the same paths. If a mask

@@ -23,8 +23,7 @@ from .._tree.recognise import structure_of
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
-from ._entries import Keys, entries_of
-from ._groups import are_stacks, check_groups
+from ._groups import Keys, are_stacks, check_groups, entries_of
 from ._state import nodes_of
 
 Factors = Mapping[Where, ArrayLike]
@@ -43,7 +42,7 @@ class ScaledState:
     keys: Keys
 
 
-ScaledState.__module__ = "treeparams.optim"
+ScaledState.__module__ = "treeparams.types"
 jtu.register_dataclass(ScaledState, [], ["keys"])
 
 
@@ -89,9 +88,8 @@ def scaled(factors: Factors) -> optax.GradientTransformationExtraArgs:
     0.1}`. Before an optimiser, a factor scales the gradient, which Adam nearly undoes.
 
     You may give as many factors as you like: 48 groups over 769 leaves take five times as long to trace as 48 factors.
-    Use groups for different optimisers or schedules. `optim.scaled` works anywhere inside `optim.trainable`,
-    `optim.flat`, `optim.stacked` and `optim.groups`; beside `optim.per_leaf`, not in it. In plain Optax it uses the
-    paths of the tree that it receives.
+    Use groups for different optimisers or schedules. `optim.scaled` works anywhere inside `optim.trainable` and
+    `optim.groups`; beside `optim.per_leaf`, not in it. In plain Optax it uses the paths of the tree that it receives.
 
     Args:
         factors: `{where: number}`, with any hashable `where` of `tp.layout`. A number may be a traced scalar, so one
@@ -174,7 +172,7 @@ def _by_path(tree: PyTree, factors: Factors) -> PyTree:
     if are_stacks(tree):
         raise ValueError(
             "optim.scaled selects by the names of parameters, which the stacks of tp.stack do not have; pass the model "
-            "to optim.stacked(optax.chain(..., optim.scaled(...)))"
+            "to optim.trainable(optax.chain(..., optim.scaled(...)), form='stacks')"
         )
     leaves, treedef = jtu.tree_flatten(tree)
     found = entries_of(tree, [*factors], is_whole=not nodes_of(optax.MaskedNode, tree))

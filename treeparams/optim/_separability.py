@@ -1,11 +1,13 @@
 """Checks whether a rule does the same to joined leaves - in a vector, in stacks - as to the leaves themselves.
 
 The check reads the rule's programs over two forms of one small layout, in which each element must have one formula
-(`_formulas`). A rule that calls a kernel or Python has none, and is refused.
+(`_formulas`). A rule that calls a kernel or Python has none, and is refused. A rule may also select leaves by their
+names, which joined leaves do not have. So its programs are read over the model's own tree too, with leaves of one
+shape, and each leaf must have the formula that it has without a name.
 """
 
-import contextlib
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,19 +15,22 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from .._forms.form import Form, Stacks, stacked_leaves
-from .._forms.makers import stacks_in_groups, vector_of
+from .._forms.form import Form
+from .._forms.makers import stacks_in_groups, tree_of, vector_of
+from .._forms.owners import Division
+from .._programs import Marks
+from .._slots.layout import Layout, index_of, trained_at
 from .._slots.parts import take_apart
+from .._tree.dtypes import is_complex
 from .._tree.text import describe, in_short
 from .._tree.types import PyTree
-from ._coupling import Extended
+from ._coupling import Extended, compared
 from ._formulas import NO_FORMULA, Formulas, Value, alike_p
-from ._groups import GroupsState
-from ._named import Asked, Named, Rows, RowsJoined
 from ._reader import Reader
 from ._scaled import Factors, told
-from ._state import nodes_of, settled, steady
+from ._state import settled, steady
 
 Kinds = frozenset[tuple[str, int, int]]
 """Kinds of leaves: the group, or the empty text; the rank; and 1 for one such leaf, 2 for several."""
@@ -33,9 +38,12 @@ Kinds = frozenset[tuple[str, int, int]]
 ANY: Kinds = frozenset(("", rank, 1) for rank in range(4))
 """The kinds for a form in which it does not matter which leaves there are."""
 
+Known = frozenset[Any]
+"""The kinds of leaves, and the paths, for which a rule is known to be right."""
+
 # Programs are read and not run, so axes may be long: rules factorise, or precondition, from some length on.
 _LONG = 4096
-_BY_NAME = "uses the names of leaves, which joined leaves do not have"
+_MANY = 32  # names; of more only some are looked at
 
 
 def kinds_of(form: Form) -> Kinds:
@@ -44,37 +52,46 @@ def kinds_of(form: Form) -> Kinds:
     for keys, block in zip(form.keys, form.blocks, strict=True):
         kind = keys[0].key if len(keys) > 1 else "", block.rank
         counts[kind] = counts.get(kind, 0) + len(block.shapes)
-    tree = jtu.tree_unflatten(form.treedef, form.blocks)
-    counts |= {(name, 0): 0 for name, group in tree.items() if isinstance(group, Stacks) and not group}
+    counts |= {(name, 0): 0 for name, group in _groups_of(form).items() if not group}
     return frozenset((name, rank, min(count, 2)) for (name, rank), count in counts.items())
+
+
+def _groups_of(form: Form) -> dict[str, Any]:
+    """Returns the groups of stacks in a form, by name."""
+    tree = jtu.tree_unflatten(form.treedef, form.blocks)
+    return {name: own for name, own in tree.items() if isinstance(own, dict)} if form.is_stacks else {}
 
 
 def check_form(
     rule: Extended,
+    layout: Layout,
     form: Form,
     words: tuple[str, str],
     extra: Mapping[str, Any],
-    known: Kinds = frozenset(),
-) -> Kinds:
+    known: Known = frozenset(),
+) -> Known:
     """Checks that a rule is the same over a form as over the leaves in it.
 
     Args:
         rule: an Optax transformation that takes extra arguments.
+        layout: the layout of the leaves.
         form: the form that it sees.
         words: the name of the function that asks, and the advice if the rule differs.
         extra: arguments that the rule needs, besides `value`, `grad` and `value_fn`.
-        known: the kinds of leaves for which it is known to be the same.
+        known: what is known of the rule already.
 
     Returns:
-        The kinds of leaves for which it is known now.
+        What is known of it now.
     """
-    stacked = stacked_leaves(form.shapes())
-    kinds = kinds_of(form) if any(stacked) else ANY
-    if kinds <= known or all(block.length is None for block in form.blocks):
+    kinds = kinds_of(form) if form.is_stacks else ANY
+    seen = kinds.union(form.paths)
+    if seen <= known or all(block.length is None for block in form.blocks):
         return known
     name, instead = words
     try:
-        reason = _difference(rule, kinds, any(stacked), extra)
+        reason = "" if kinds <= known else _difference(rule, kinds, form.is_stacks, extra)
+        if not reason and _goes_by_name(rule, layout, form, extra):
+            reason = "uses the names of leaves, which joined leaves do not have"
     except Exception as error:
         raise ValueError(
             f"{name} traces the transformation over a few leaves, apart and joined, and it fails there "
@@ -83,7 +100,7 @@ def check_form(
         ) from error
     if reason:
         raise ValueError(f"the transformation {reason}; {instead}")
-    return known | kinds
+    return known | seen
 
 
 class _Way(NamedTuple):
@@ -95,14 +112,9 @@ class _Way(NamedTuple):
 
 def _difference(rule: Extended, kinds: Kinds, is_stacks: bool, extra: Mapping[str, Any]) -> str:
     """Says how a rule differs over joined leaves; the empty text if it does not."""
-    asked = Asked()
-    shapes, ways = _few(kinds, is_stacks, asked)
-    if not is_stacks and _has_groups(rule, jax.eval_shape(ways[0].show, shapes)):
-        return _BY_NAME
+    shapes, ways = _few(kinds, is_stacks)
     formulas, opaque = Formulas(), set[str]()
     joined, apart = (_updates(formulas, opaque, rule, way, shapes, extra) for way in ways)
-    if asked.names:
-        return _BY_NAME
     if NO_FORMULA in (*joined, *apart):
         return f"calls {', '.join(sorted(opaque))}, which may do something else to joined leaves"
     for leaf, one, two in zip(shapes, joined, apart, strict=True):
@@ -112,11 +124,8 @@ def _difference(rule: Extended, kinds: Kinds, is_stacks: bool, extra: Mapping[st
     return ""
 
 
-def _few(kinds: Kinds, is_stacks: bool, asked: Asked) -> tuple[list[jax.ShapeDtypeStruct], list[_Way]]:
-    """Returns a few leaves, and the ways to show them joined and apart.
-
-    Apart they are in a list in which a rule over rows is one operation.
-    """
+def _few(kinds: Kinds, is_stacks: bool) -> tuple[list[jax.ShapeDtypeStruct], list[_Way]]:
+    """Returns a few leaves, and the ways to show them joined and apart."""
     leaves = _leaves(kinds)
     shapes = [leaf for _, leaf in leaves]
     groups: dict[Any, list[int]] = {group: [] for group, _, count in kinds if not count}
@@ -124,16 +133,11 @@ def _few(kinds: Kinds, is_stacks: bool, asked: Asked) -> tuple[list[jax.ShapeDty
         groups.setdefault(group or None, []).append(i)
     layout = take_apart(shapes, None).layout
     form = stacks_in_groups(layout, groups) if is_stacks else vector_of(layout)
-    list_of = Rows if is_stacks else Named
 
-    def join(arrays: Sequence[Any]) -> PyTree:
-        return _compared(form.join(arrays)) if is_stacks else form.join(arrays)
-
-    def keep_apart(arrays: Sequence[Any]) -> PyTree:
-        found = {group: list_of([arrays[i] for i in slots], asked) for group, slots in groups.items()}
-        return found.get(None, found)
-
-    return shapes, [_Way(join, form.members), _Way(keep_apart, [[i] for i in range(len(shapes))])]
+    if not is_stacks:
+        return shapes, [_Way(form.join, form.members), _Way(list, [[i] for i in range(len(shapes))])]
+    join = lambda arrays: compared(form.treedef, form.keys, jtu.tree_leaves(form.join(arrays)))
+    return shapes, [_Way(join, form.members), _nameless(shapes, groups)]
 
 
 def _leaves(kinds: Kinds) -> list[tuple[str, jax.ShapeDtypeStruct]]:
@@ -153,16 +157,63 @@ def _leaves(kinds: Kinds) -> list[tuple[str, jax.ShapeDtypeStruct]]:
     return sorted(found, key=lambda each: (each[0], describe(each[1])))
 
 
-def _compared(tree: PyTree) -> PyTree:
-    """Returns stacks, or stacks in groups, as those that a rule over rows is compared on."""
-    return RowsJoined(tree) if isinstance(tree, Stacks) else {name: RowsJoined(own) for name, own in tree.items()}
+def _nameless(leaves: Sequence[Any], groups: Mapping[Any, Sequence[int]]) -> _Way:
+    """Returns the way to show leaves of groups apart, without names; the only group `None` means no groups."""
+    tree = {name: {f"{i:04} {describe(leaves[i])}": i for i in slots} for name, slots in groups.items()}
+    pairs, treedef = jtu.tree_flatten_with_path(tree.get(None, tree))
+    keys, order = [path for path, _ in pairs], [i for _, i in pairs]
+    return _Way(lambda arrays: compared(treedef, keys, [arrays[i] for i in order]), [[i] for i in order])
 
 
-def _has_groups(rule: Extended, shown: PyTree) -> bool:
-    """Returns whether a rule contains `optim.groups`, which uses names."""
-    with contextlib.suppress(Exception):
-        return bool(nodes_of(GroupsState, jax.eval_shape(rule.init, shown)))
-    return False
+# -- Names -------------------------------------------------------------------------------------------------------------
+
+
+def _goes_by_name(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, Any]) -> bool:
+    """Returns whether a leaf gets another update at its path in the model than without a name."""
+    few = _few_names(layout.paths)
+    tree = tree_of(trained_at(layout, [index_of(layout).positions[slot] for slot in few]))
+    # Optax makes the hyperparameters of complex leaves complex.
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, np.float32 if is_complex(leaf.dtype) else leaf.dtype)
+        for leaf in jtu.tree_leaves(tree.shapes())
+    ]
+    apart = [[i] for i in range(len(few))]
+    named, nameless = _Way(tree.join, apart), _Way(list, apart)
+    if form.is_stacks:
+        places = zip(form.keys, form.members, strict=True)
+        group_of = {slot: keys[0].key if len(keys) > 1 else None for keys, own in places for slot in own}
+        groups: dict[Any, list[int]] = {name: [] for name in _groups_of(form)}
+        for i, slot in enumerate(few):
+            groups.setdefault(group_of[slot], []).append(i)
+        named, nameless = _Way(functools.partial(compared, tree.treedef, tree.keys), apart), _nameless(leaves, groups)
+    if _step_in_words(rule, named, leaves, extra) == _step_in_words(rule, nameless, leaves, extra):
+        return False
+    formulas, opaque = Formulas(), set[str]()  # the programs may differ in what makes no difference
+    one, other = (_updates(formulas, opaque, rule, way, leaves, extra) for way in (named, nameless))
+    return one != other
+
+
+def _step_in_words(rule: Extended, way: _Way, leaves: Sequence[Any], extra: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """Returns the program of the first step, from leaf to leaf, and which arrays it closes over."""
+
+    def step(leaves: Sequence[Any], grads: Sequence[Any], value: Any) -> PyTree:
+        params = way.show(leaves)
+        updates, state = _step(rule, extra, way.show(grads), settled(rule.init(params)), params, value)
+        found = dict(zip([slot for (slot,) in way.slots], jtu.tree_leaves(updates), strict=True))
+        return [found[slot] for slot in sorted(found)], state
+
+    program, _ = _program(step, leaves, leaves, np.float32(0))
+    return str(program.jaxpr), list(map(id, program.consts))
+
+
+def _few_names(paths: Sequence[str]) -> list[int]:
+    """Returns the leaves whose names are looked at: of many, the first and the last that differ only in numbers."""
+    if len(paths) <= _MANY:
+        return [*range(len(paths))]
+    alike: dict[str, list[int]] = {}
+    for slot, path in enumerate(paths):
+        alike.setdefault(re.sub("[0-9]+", "0", path), []).append(slot)
+    return sorted({slot for slots in alike.values() for slot in (slots[0], slots[-1])})
 
 
 # -- Read --------------------------------------------------------------------------------------------------------------
@@ -177,10 +228,10 @@ def _updates(
     extra: Mapping[str, Any],
 ) -> list[Any]:
     """Returns a mark for the update of each leaf, equal if the updates are the same; adds to the opaque operations."""
-    like, blocks = jax.eval_shape(way.show, shapes), range(len(way.slots))
+    like, blocks = _program(way.show, shapes)[1], range(len(way.slots))
     reader = Reader(formulas, way.slots, [leaf.size for leaf in jtu.tree_leaves(like)])
-    init, state = jax.make_jaxpr(lambda params: settled(rule.init(params)), return_shape=True)(like)
-    update = jax.make_jaxpr(functools.partial(_step, rule, extra))(like, state, like, np.float32(0))
+    init, state = _program(lambda params: settled(rule.init(params)), like)
+    update, _ = _program(functools.partial(_step, rule, extra), like, state, like, np.float32(0))
     grads, params, start = ([reader.argument(name, i) for i in blocks] for name in ("gradient", "parameter", "start"))
     found = reader.training(reader.run(init, start), functools.partial(_one_update, reader, update, grads, params))
     opaque |= reader.opaque
@@ -189,6 +240,21 @@ def _updates(
     rounds, updates = found
     of_slot = {slot: _mark(rounds, updates[i], i) for i in blocks for slot in way.slots[i]}
     return [of_slot[slot] for slot in range(len(shapes))]
+
+
+def _program(f: Callable[..., PyTree], *args: PyTree) -> tuple[Any, PyTree]:
+    """Returns the program of a function, and its result as shapes."""
+    # JAX remembers the structures of arguments and results, and what is static in a model is in them.
+    leaves, treedef = jtu.tree_flatten(args)
+    treedefs: list[Any] = []
+
+    def of_leaves(leaves: Sequence[Any]) -> list[Any]:
+        made, its = jtu.tree_flatten(f(*jtu.tree_unflatten(treedef, leaves)))
+        treedefs.append(its)
+        return made
+
+    program, made = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
+    return program, jtu.tree_unflatten(treedefs[-1], made)
 
 
 def _one_update(
@@ -200,11 +266,10 @@ def _one_update(
 
 
 def _mark(rounds: Any, update: Value, block: int) -> Any:
-    """Returns the mark of a block's update; a unique one if the update is not element by element of the block."""
-    run, *others = update
-    if run.formula == NO_FORMULA:
+    """Returns the mark of a block's update: what is done to its elements, and those that are not its own."""
+    if update[0].formula == NO_FORMULA:
         return NO_FORMULA
-    return (rounds, run.formula) if not others and run.place in (None, block) else object()
+    return rounds, [(run.formula, None if run.place in (None, block) else (run.place, run.size)) for run in update]
 
 
 def _step(
@@ -226,3 +291,48 @@ def _of_each_element(params: PyTree, given: Factors) -> PyTree:
 def _loss(params: PyTree, *_: Any, **__: Any) -> Any:
     """Returns the sum of squares."""
     return sum(jnp.sum(jnp.square(leaf)) for leaf in jtu.tree_leaves(params))
+
+
+# -- Several histories -------------------------------------------------------------------------------------------------
+
+
+def couples_late(tx: Extended, form: Form, state: PyTree, division: Division, extra: Mapping[str, Any]) -> bool:
+    """Returns whether a rule couples leaves through what it has made of each with values that all of them share.
+
+    An example is a clip after Adam, which divides by a power of the step count. A clip before it couples gradients, and
+    these are what they are, whatever the count.
+
+    Args:
+        tx: the rule.
+        form: a form in which each leaf is an array.
+        state: the rule's state over it, as shapes.
+        division: the owners of its arrays.
+        extra: arguments that the rule needs, besides `value`, `grad` and `value_fn`.
+    """
+    params = form.shapes()
+    own = [1 << i for i in range(len(form.blocks))]
+    of_path = {form.paths[slot]: mark for mark, slots in zip(own, form.members, strict=True) for slot in slots}
+    kept = [1 << len(own) if its is None else of_path[its.paths[0]] for its in division.owners]
+    if division.problem or len(own) < 2:
+        return bool(division.problem)
+    program, _ = _program(functools.partial(_step, tx, extra), params, state, params, np.float32(0))
+    walk = _Late(len(own))
+    return any(mark & walk.late for mark in walk.run(program, [*own, *kept, *own, 0]))
+
+
+class _Late(Marks):
+    """Carries a mark for each leaf, one for values that all share, and one for what couples leaves with these."""
+
+    def __init__(self, leaves: int) -> None:
+        super().__init__()
+        self._shared, self.late = 1 << leaves, 2 << leaves
+
+    def operation(self, eqn: JaxprEqn, its: list[int]) -> Sequence[int]:
+        return list(map(self._coupled, super().operation(eqn, its)))
+
+    def _coupled(self, mark: int) -> int:
+        leaves = mark & (self._shared - 1)
+        if mark & self.late or not leaves & (leaves - 1):
+            return mark
+        # What several leaves have made together, without a count, is the same number for all of them.
+        return mark | self.late if mark & self._shared else 0

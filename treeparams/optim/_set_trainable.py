@@ -1,7 +1,7 @@
-"""set_trainable: changes which parameters train, or resets some of them, between steps."""
+"""set_trainable, adjust: what changes between steps: which parameters train, what begins anew, hyperparameters."""
 
 import dataclasses
-import operator
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from .._forms.form import Form
 from .._slots.layout import Layout, Trainable, index_of, trained_at
@@ -19,20 +20,25 @@ from .._slots.parts import Parts, take_apart
 from .._slots.rules import first_entries
 from .._slots.trainable import retrained
 from .._slots.where import Leaves, Where
+from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._boundary import counting, taken_apart
-from ._history import History, check_no_memory, regrouped
-from ._rule import Rule
+from ._groups import group_name, groups_in
+from ._per_leaf import PerLeafState
 from ._state import (
+    History,
     Roles,
     TrainableState,
+    check_no_memory,
+    check_state,
     free_rates,
     in_own_buffers,
     map_injected,
     nodes_of,
     noticed,
     rates_in,
+    regrouped,
     rule_of,
 )
 
@@ -72,14 +78,15 @@ def set_trainable(
     A reset parameter is like one that trains for the first time, with a separate history. The held state of a frozen
     parameter is dropped, and a tied parameter is reset at all its places.
 
-    Parameters that trained together from the start share one history: one run of `tx`. If you freeze some of them and
-    thaw them before the others take a step, they share it again. Otherwise they stay apart, even if their counts are
-    equal. Further histories cost tracing time, and with `optim.flat` a run over the whole vector each. Held states are
-    passed through each step: donate the state, or it is copied (9 ms for 16 MB). To restore such a state with Orbax,
-    pickle its structure with it, `jax.eval_shape(lambda: state)`: a fresh `init` has one history.
+    Parameters with the same step count, and equal values of all else that `tx` shares between parameters, have one
+    history: one run of `tx`. Others have one each, as if each were a group. Further histories cost tracing time, and
+    over a vector a run over the whole of it each. What couples parameters, such as a clip, still sees all of them. It
+    must come before what uses the step count: `optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-3))`. Held
+    states are passed through each step: donate the state, or it is copied (9 ms for 16 MB). To restore such a state
+    with Orbax, pickle its structure with it, `jax.eval_shape(lambda: state)`: a fresh `init` has one history.
 
     Args:
-        tx: the `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)` that made the state.
+        tx: the `optim.trainable(...)` that made the state.
         state: its state, or that of a chain or wrapper around `tx`, whose other parts stay as they are; not that of an
             ensemble (`jax.vmap` of `init`).
         model: the model as it is now.
@@ -96,9 +103,10 @@ def set_trainable(
         UserWarning: steps leave a bfloat16 or float16 parameter as it was; see `TrainableState.stuck`.
 
     Raises:
-        ValueError: `tx` contains L-BFGS, which remembers all parameters together, and `reset` is not `True`; the model
-            does not fit the state; the state is traced or was made by another `tx`; `reset` selects nothing, or only
-            one place of an array that is at several; as `tp.layout`.
+        ValueError: `tx` contains L-BFGS, which remembers all parameters together, and `reset` is not `True`; several
+            histories train, and `tx` couples parameters after it has used their counts; the model does not fit the
+            state; the state is traced or was made by another `tx`; `reset` selects nothing, or only one place of an
+            array that is at several; as `tp.layout`.
         TypeError: `tx` is plain Optax or no transformation; `reset` is neither a bool nor a `where`.
     """
     rule = rule_of(tx)
@@ -112,7 +120,7 @@ def set_trainable(
             f"expected the state of this transformation, as tx.init(model) returns it, got {describe(state)}; the "
             "order is optim.set_trainable(tx, state, model, where)"
         )
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, model))):
+    if [leaf for leaf in jax.tree.leaves((state, model)) if isinstance(leaf, Tracer)]:
         raise ValueError("call set_trainable between steps, outside of jax.jit: it changes the compiled program")
 
     state = noticed(state)
@@ -134,13 +142,13 @@ def _check_where(reset: object) -> None:
 
 
 def _changed(
-    rule: Rule, state: TrainableState, model: PyTree, trainable: Trainable | EllipsisType, reset: bool | Where
+    rule: Any, state: TrainableState, model: PyTree, trainable: Trainable | EllipsisType, reset: bool | Where
 ) -> TrainableState:
     parts = taken_apart(model, state)
     if not isinstance(trainable, EllipsisType):
         parts = take_apart(model, retrained(parts.layout, trainable))
-    histories = _told_apart(rule.histories(state))
-    known = frozenset(position for history in histories for position in index_of(history.layout).positions)
+    histories = rule.histories(state)
+    known = frozenset([position for history in histories for position in index_of(history.layout).positions])
     anew = frozenset() if isinstance(reset, bool) else known.intersection(first_entries(parts.index, [reset], asked=()))
     if parts.layout == state.roles.layout and not anew and reset is not True:
         return state
@@ -151,66 +159,69 @@ def _changed(
     check_no_memory(histories)
     now = frozenset(parts.index.positions)
     stays = known - anew
-    running, held = (_at(rule, histories, positions) for positions in (now & stays, stays - now))
-    if now - stays:
-        begin = take_apart(model, trained_at(parts.layout, list(now - stays)))
-        # Numbered after the histories that stay, so that repeated resets give one number, and a step one program.
-        running.append(_begun(rule, begin, histories, _next_origin([*running, *held])))
+    begun = (
+        [_begun(rule, take_apart(model, trained_at(parts.layout, list(now - stays))), histories)] if now - stays else []
+    )
+    pairs = [(history, stays) for history in histories] + [(history, now - stays) for history in begun]
+    running, held = _at(rule, parts.layout, pairs, now), _at(rule, parts.layout, pairs, known - now)
+    if len(running) > 1:
+        rule.check_together(parts.layout)
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
     is_anew = np.isin(list(parts.index.narrow), list(anew))
     still = jax.tree.map(lambda counts: jnp.where(is_anew, 0, counts), state.still)
     return _state_of(parts.layout, running, held, still)
 
 
-def _told_apart(histories: Sequence[History]) -> list[History]:
-    """Returns the histories, with a new origin for each that has taken other steps than the first of its origin."""
-    found: list[History] = []
-    together: dict[int, np.ndarray] = {}
-    for history in histories:
-        count, origin = np.asarray(history.count), history.origin
-        if not np.array_equal(together.setdefault(origin, count), count):
-            origin = _next_origin([*histories, *found])
-        found.append(dataclasses.replace(history, origin=origin))
-    return found
-
-
-def _next_origin(histories: Sequence[History]) -> int:
-    return 1 + max((history.origin for history in histories), default=-1)
-
-
-def _begun(rule: Rule, parts: Parts[Any], histories: Sequence[History], origin: int) -> History:
+def _begun(rule: Any, parts: Parts[Any], histories: Sequence[History]) -> History:
     """Returns the history of parameters that begin, with the hyperparameters that you have set for the others."""
     run = _with_rates(rule, rule.fresh(parts), parts.layout, histories)
-    like = rule.like(parts.layout)
-    return History(parts.layout, run, like.division, jnp.zeros((), jnp.int32), origin)
+    return History(parts.layout, run, rule.like(parts.layout, run).division, jnp.zeros((), jnp.int32))
 
 
-def _at(rule: Rule, histories: Sequence[History], positions: frozenset[int]) -> list[History]:
-    """Returns the histories of the leaves at some positions, joined if they have one origin and stepped together."""
-    found: dict[int, list[History]] = {}
-    for history in histories:
-        if not positions.isdisjoint(index_of(history.layout).positions):
-            found.setdefault(history.origin, []).append(history)
+def _at(
+    rule: Any, layout: Layout, pairs: Sequence[tuple[History, frozenset[int]]], side: frozenset[int]
+) -> list[History]:
+    """Returns the histories of the leaves on one side, those as one that share all that leaves of a history share."""
+    found: list[tuple[list[History], list[int]]] = []
+    for history, stays in pairs:
+        inside = [p for p in index_of(history.layout).positions if p in side and p in stays]
+        same = [each for each in found if inside and _are_one(each[0][0], history)]
+        if same:
+            same[0][0].append(history)
+            same[0][1].extend(inside)
+        elif inside:
+            found.append(([history], inside))
     result = []
-    for several in found.values():
-        inside = [p for history in several for p in index_of(history.layout).positions if p in positions]
-        like = rule.like(trained_at(several[0].layout, inside))
-        made = dataclasses.replace(like, state=regrouped(several, like), count=several[0].count)
-        result.append(dataclasses.replace(made, origin=several[0].origin))
+    for several, inside in found:
+        like = rule.like(trained_at(layout, inside))
+        result.append(dataclasses.replace(like, state=regrouped(several, like), count=several[0].count))
     return result
+
+
+def _are_one(one: History, other: History) -> bool:
+    """Returns whether two histories have the same count, and the same arrays that are no leaf's."""
+    kept, others = ({entries: each.copies.shared(entries) for entries in each.copies.common} for each in (one, other))
+    pairs = [(one.count, other.count), *((kept[entries], others.get(entries)) for entries in kept)]
+    return kept.keys() == others.keys() and all(a is b or _bits(a) == _bits(b) for a, b in pairs)
+
+
+def _bits(array: Any) -> tuple[Any, ...]:
+    array = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    return array.shape, str(array.dtype), np.asarray(array).tobytes()
 
 
 def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History], still: Any) -> TrainableState:
     """Returns the state of these histories."""
-    both = (*running, *held)
-    origins, divisions = (tuple(map(operator.attrgetter(name), both)) for name in ("origin", "division"))
-    runs, waiting = (tuple([history.state for history in side]) for side in (running, held))
-    run_at, wait_at = (tuple([index_of(history.layout).positions for history in side]) for side in (running, held))
-    roles = Roles(layout, run_at, wait_at, origins, divisions)
-    return counting(TrainableState(runs, waiting, tuple([history.count for history in both]), roles, still))
+    at = [index_of(history.layout).positions for history in (*running, *held)]
+    divisions, counts, states = zip(
+        *[(each.division, each.count, each.state) for each in (*running, *held)], strict=True
+    )
+    n = len(running)
+    roles = Roles(layout, tuple(at[:n]), tuple(at[n:]), divisions)
+    return counting(TrainableState(states[:n], states[n:], counts, roles, still))
 
 
-def _with_rates(rule: Rule, fresh: PyTree, layout: Layout, histories: Sequence[History]) -> PyTree:
+def _with_rates(rule: Any, fresh: PyTree, layout: Layout, histories: Sequence[History]) -> PyTree:
     """Returns a fresh state with the hyperparameters that were set since the others were made."""
     known = [(rates_in(history.state), history) for history in histories]
     rates, history = max(known, key=lambda pair: _width(pair[0]), default=([], None))
@@ -263,3 +274,90 @@ def _for_rows(rate: jax.Array, like: jax.Array) -> jax.Array:
     """Returns the hyperparameter of another leaf for a leaf, or for each row of a stack."""
     rate = rate if jnp.shape(rate) == like.shape else jnp.broadcast_to(jnp.ravel(rate)[0], like.shape)
     return jnp.array(rate, like.dtype)
+
+
+S = TypeVar("S")
+
+
+def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
+    """Changes hyperparameters that `optax.inject_hyperparams` keeps in an optimiser's state.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> sgd = optax.inject_hyperparams(optax.sgd)
+    >>> tx = optim.trainable(optim.groups({"a": sgd(0.1)}, default=sgd(0.1)))
+    >>> model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    >>> state = optim.adjust(tx.init(model), "a", learning_rate=0.5)
+    >>> tx.update({"a": jnp.ones(1), "b": jnp.ones(1)}, state, model)[0]
+    {'a': Array([-0.5], dtype=float32), 'b': Array([-0.1], dtype=float32)}
+
+    A jitted step is not traced again. The hyperparameters of frozen parameters change too, so that you thaw them with
+    the same rate.
+
+    Args:
+        state: any state of this library or of Optax.
+        group: the key of one group of `optim.groups`, or "default"; `None` changes all groups.
+        **hyperparams: the new values, in the shapes of the old ones; they may be traced. They are copied. Inside
+            `optim.per_leaf` a number applies to all leaves and rows.
+
+    Returns:
+        The new state.
+
+    Warns:
+        UserWarning: steps leave a bfloat16 or float16 parameter as it was; see `TrainableState.stuck`.
+
+    Raises:
+        ValueError: there is no such group; there is no such hyperparameter in it, or a schedule sets it; the shape
+            differs.
+    """
+    check_state(state)
+    state = noticed(state)
+    if isinstance(group, (int, float)) or is_array(group):
+        raise TypeError(f"expected a group, or hyperparameters by name as in learning_rate=0.1; got {group!r:.40}")
+    if isinstance(group, TrainableState):
+        raise TypeError("the state comes first: optim.adjust(state, group, learning_rate=0.1)")
+    name = None if group is None else group_name(group)
+    groups, known, found = {each.name for each in groups_in(state)}, set[str](), set[str]()
+    of_rows = {id(leaf) for leaf in jax.tree.leaves(nodes_of(PerLeafState, state))}
+
+    def change(path: tuple[Any, ...], node: Any) -> Any:
+        keys = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
+        above = {key for before, key in itertools.pairwise(keys) if before == "inner_states"}
+        groups.update(above)
+        if name is not None and name not in above:
+            return node
+        known.update(node.hyperparams)
+        here = hyperparams.keys() & node.hyperparams.keys()
+        found.update(here)
+        new = {each: _as_before(node, each, hyperparams[each], of_rows) for each in here}
+        return node._replace(hyperparams=node.hyperparams | new)
+
+    changed = map_injected(change, state)
+    if name is not None and name not in groups:
+        raise ValueError(f"no group {name!r} in the state; it has {', '.join(map(repr, sorted(groups))) or 'none'}")
+    for each in hyperparams.keys() - found:
+        there = f"it has {', '.join(map(repr, sorted(known))) or 'none'}"
+        where = "the state" if name is None else f"the state of group {name!r}"
+        raise ValueError(
+            f"no hyperparameter {each!r} in {where}; {there}. You can adjust only those that optax.inject_hyperparams "
+            "keeps in the state: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)"
+        )
+    return changed
+
+
+def _as_before(node: Any, name: str, value: Any, of_rows: set[int]) -> jax.Array:
+    if name not in free_rates(node):
+        raise ValueError(f"{name!r} follows a schedule, which would set it again in the next step; use a number there")
+    if not (isinstance(value, (bool, int, float, complex)) or is_array(value)):
+        raise TypeError(f"expected a number for {name}, got {describe(value)}")
+    old, given = jnp.asarray(node.hyperparams[name]), jnp.result_type(value)
+    is_for_all = jnp.shape(value) == () and id(node.hyperparams[name]) in of_rows
+    if jnp.shape(value) != old.shape and not is_for_all:
+        raise ValueError(f"expected {name} of shape {old.shape}, got shape {jnp.shape(value)}")
+    wider = (jnp.complexfloating, jnp.inexact)
+    if any(jnp.issubdtype(given, kind) and not jnp.issubdtype(old.dtype, kind) for kind in wider):
+        raise ValueError(
+            f"{name} is {old.dtype}, which cannot hold {value}; write the number in inject_hyperparams as a float"
+        )
+    # A new buffer, for traced values too, since the state may be donated.
+    return jnp.array(jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape), copy=True)

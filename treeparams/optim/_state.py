@@ -10,8 +10,9 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,11 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 from jax.core import Tracer
+from jaxtyping import Array, Float, Int
 
-from .._forms.owners import Division
+from .._forms.form import Form
+from .._forms.owners import Division, Init, divide
+from .._forms.states import Copies, entries_of, regroup
 from .._slots.layout import Layout, index_of
 from .._tree.messages import warn
 from .._tree.static_keys import contents
@@ -46,16 +50,32 @@ class Roles:
     layout: Layout  # of the parameters that train
     running: tuple[tuple[int, ...], ...]  # the parameters of each history that trains
     held: tuple[tuple[int, ...], ...]  # of each that waits
-    origins: tuple[int, ...]  # of all: the number of the history that it was split from
     divisions: tuple[Division, ...]  # of all: the parameters that each array of the state is of
 
 
 contents[Roles] = lambda roles: [roles.layout]
 
 
+class ClipState(NamedTuple):
+    """The state of `optim.clip_by_global_norm`, with fields that you can plot.
+
+    Attributes:
+        norm: the global norm in the last call, before clipping; float32, or float64 for a float64 model.
+        clipped: the number of calls in which it was finite and above the limit.
+        nonfinite: the number of calls in which it was infinite or NaN.
+    """
+
+    norm: Float[Array, ""]
+    clipped: Int[Array, ""]
+    nonfinite: Int[Array, ""]
+
+
+ClipState.__module__ = "treeparams.types"
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class TrainableState:
-    """The state of `optim.trainable`, `optim.flat` and `optim.stacked`, a pytree.
+    """The state of `optim.trainable`, a pytree.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -113,6 +133,55 @@ class TrainableState:
         where = f"{first_few(paths)} ({first_few(list(dtypes))})"
         return f"{len(found)} of {len(index.slots)} leaves stuck for {steps} steps: {where}"
 
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """The hyperparameters that `optax.inject_hyperparams` keeps, of the history that trains; a `dict`.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from treeparams import optim
+        >>> tx = optim.trainable(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+        >>> tx.init({"a": jnp.ones(2)}).hyperparams["learning_rate"]
+        Array(0.1, dtype=float32)
+
+        To change them, write `optim.adjust`. If several train, or several nodes have one name, as in groups, read
+        `state.runs`, or `optax.tree.get(state.runs[0], "learning_rate")`.
+        """
+        if len(self.runs) > 1:
+            paths = index_of(self.layout).structure.paths
+            words = "; ".join(first_few([paths[leaf] for leaf in leaves]) for leaves in self.roles.running)
+            raise ValueError(f"several histories train, each with its hyperparameters in state.runs: {words}")
+        found: dict[str, Any] = {}
+        nodes: list[Any] = []
+        map_injected(lambda _, node: nodes.append(node.hyperparams) or node, self.runs)
+        for each in nodes:
+            if found.keys() & each.keys():
+                raise ValueError(f"several nodes have {sorted(found.keys() & each.keys())}; read them in state.runs[0]")
+            found |= each
+        return found
+
+    @property
+    def clip(self) -> ClipState:
+        """The state of `optim.clip_by_global_norm`: its last norm, and how often it clipped; a `ClipState`.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from treeparams import optim
+        >>> model, grads = {"a": jnp.zeros(2)}, {"a": jnp.array([3.0, 4.0])}
+        >>> tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(0.1)))
+        >>> model, state = optim.step(tx, grads, tx.init(model), model)
+        >>> state.clip.norm
+        Array(5., dtype=float32)
+
+        Of several histories it is that of the oldest one that trains now, in its last call with gradients; of several
+        clips, as in groups, the first.
+        """
+        found = nodes_of(ClipState, (self.runs, self.held))
+        if not found:
+            raise ValueError(
+                "there is no optim.clip_by_global_norm in this state; optax.clip_by_global_norm keeps no norm, so "
+                "write optim.clip_by_global_norm(max_norm) in its place"
+            )
+        return found[0]
+
     def summary_notes(self) -> dict[str, str]:
         """Returns lines for `tp.summary`, by their first words."""
         return {"stuck": self.stuck} if self.stuck else {}
@@ -134,7 +203,7 @@ def _in_words(count: Any) -> str:
     return "1 step" if count == 1 else f"{int(count):,} steps"
 
 
-TrainableState.__module__ = "treeparams.optim"
+TrainableState.__module__ = "treeparams.types"
 jtu.register_dataclass(TrainableState, ["runs", "held", "counts", "still"], ["roles"])
 _LEAST = 3  # lost steps, from which on a parameter is stuck
 
@@ -144,7 +213,7 @@ def noticed(tree: PyTree) -> PyTree:
 
     The note is the sign of the counts, so a parameter is named once, until it has moved again.
     """
-    leaves, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, TrainableState))
+    leaves, treedef = jtu.tree_flatten(tree, is_leaf=TrainableState.__instancecheck__)
     return jtu.tree_unflatten(treedef, list(map(_noticed, leaves)))  # no function of JAX calls what warns
 
 
@@ -162,7 +231,7 @@ def _noticed(state: Any) -> Any:
 
 def nodes_of(cls: type[T], tree: PyTree) -> list[T]:
     """Returns the nodes of a class in a tree."""
-    return [node for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, cls)) if isinstance(node, cls)]
+    return [node for node in jax.tree.leaves(tree, is_leaf=cls.__instancecheck__) if isinstance(node, cls)]
 
 
 def extended(tx: object) -> optax.GradientTransformationExtraArgs:
@@ -185,17 +254,16 @@ def check_state(state: object) -> None:
 def in_own_buffers(state: PyTree, others: Iterable[Any] = ()) -> PyTree:
     """Returns the state with no array twice, and none of these others, so that you can donate it beside them."""
     taken = {id(other) for other in others}
-
-    def own(leaf: Any) -> Any:
-        leaf = jnp.copy(leaf) if isinstance(leaf, jax.Array) and id(leaf) in taken else leaf
-        taken.add(id(leaf))
-        return leaf
-
-    return jax.tree.map(own, state)
+    leaves, treedef = jtu.tree_flatten(state)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array) and id(leaf) in taken:
+            leaves[i] = jnp.copy(leaf)
+        taken.add(id(leaves[i]))
+    return jtu.tree_unflatten(treedef, leaves)
 
 
 class ModelTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation over whole models, as `optim.trainable`, `flat` and `stacked` return it."""
+    """An Optax transformation over whole models, as `optim.trainable` return it."""
 
     # Optax's own types take arrays, sequences and mappings for parameters, and no Modules.
     init: Callable[[PyTree], TrainableState]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -211,14 +279,14 @@ class ModelTransformation(optax.GradientTransformationExtraArgs):
         return repr(rule_of(self))
 
 
-ModelTransformation.__module__ = "treeparams.optim"
+ModelTransformation.__module__ = "treeparams.types"
 
 
 def rule_of(tx: object) -> Any:
     """Returns the `Rule` whose methods a transformation over models consists of."""
     if isinstance(tx, ModelTransformation):
         return getattr(tx.init, "__self__")  # noqa: B009 - no attribute of the protocol
-    expected = f"expected optim.trainable(...), optim.flat(...) or optim.stacked(...), got {describe(tx)}"
+    expected = f"expected optim.trainable(...), got {describe(tx)}"
     if isinstance(tx, optax.GradientTransformation):
         hint = "Put the whole chain into optim.trainable; if you wrapped it, pass the inner transformation"
         raise TypeError(f"{expected}, plain Optax, which does not accept models. {hint}")
@@ -305,3 +373,75 @@ def steady(new: PyTree, old: PyTree) -> PyTree:
 
 def _is_numbers(leaf: Any) -> bool:
     return is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+# -- Histories ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class History:
+    """A state of the rule, the layout of its parameters, and the steps it has taken."""
+
+    layout: Layout
+    state: PyTree
+    division: Division
+    count: Any = None
+    begin: Callable[[], PyTree] | None = None  # makes the arrays of a fresh one, which has only shapes
+
+    @functools.cached_property
+    def copies(self) -> Copies:
+        """The arrays of the state, and the parameters of each."""
+        shapes = {slot.path: slot.shape for slot in self.layout.slots}
+        return Copies(shapes, entries_of(self.state), self.division)
+
+
+def remembered(rule: Any, layout: Layout, name: str, make: Callable[[], T]) -> T:
+    """Returns the value that a rule has computed for a layout, kept as long as both live."""
+    index = index_of(layout)
+    # With the structure, and not with the rule, which may live longer: models may hold functions, and these arrays.
+    # Layouts that are equal share it, such as those before a parameter froze and after it thawed.
+    rules = index.structure.remember(("of rules", index.trained, index.ties), weakref.WeakKeyDictionary)
+    known = rules.setdefault(rule, {})
+    if name not in known:
+        known[name] = make()
+    return known[name]
+
+
+def asked(init: Init, form: Form, made: PyTree = None) -> tuple[PyTree, Division]:
+    """Returns a fresh state of a form, as shapes, and the parameters of each of its arrays.
+
+    `made` is such a state that exists already.
+    """
+    if made is None:
+        state = jax.eval_shape(init, form.shapes())
+    else:
+        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
+    return state, divide(init, form, state)
+
+
+def regrouped(histories: Sequence[History], like: History) -> PyTree:
+    """Returns the state for the parameters of another history: their pieces, and the first history's shared arrays.
+
+    Raises:
+        ValueError: the rule does not keep its state leaf by leaf, or another rule made it.
+    """
+    treedef = jtu.tree_structure(like.state)
+    first = histories[0]
+    if first.layout == like.layout and jtu.tree_structure(first.state) == treedef:
+        return first.state
+    check_no_memory(histories)
+    sources = [each.copies for each in histories]
+    if like.begin is not None and like.copies.common.difference(*[each.common for each in sources]):
+        # If a group has no parameter left, `optim.per_leaf` keeps an array that the histories do not have.
+        sources.append(dataclasses.replace(like, state=like.begin(), begin=None).copies)
+    return jtu.tree_unflatten(treedef, regroup(sources, like.copies))
+
+
+def check_no_memory(histories: Sequence[History]) -> None:
+    """Refuses L-BFGS, which couples leaves."""
+    if nodes_of(optax.ScaleByLBFGSState, [each.state for each in histories]):
+        raise ValueError(
+            "L-BFGS remembers steps of all trained leaves together, so it cannot go on with some of them. Give all of "
+            'them gradients, tp.project(model, grads, missing="zeros"), or drop the whole state: '
+            "optim.set_trainable(..., reset=True)"
+        )

@@ -1,6 +1,6 @@
 """step, apply_updates: the model after a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -9,16 +9,16 @@ import numpy as np
 
 from .._forms.block import Block, cut_blocks
 from .._forms.owners import Owners
-from .._slots.layout import Layout, trained_at
+from .._slots.layout import trained_at
 from .._slots.match import per_slot
-from .._slots.parts import take_apart
+from .._slots.parts import Parts, take_apart
 from .._slots.trainable import look_up
 from .._tree.dtypes import common_dtype, is_complex
 from .._tree.recognise import structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._master import copies_in, landed
-from ._state import ONE, ModelTransformation, TrainableState, extended, nodes_of
+from ._state import ONE, ModelTransformation, TrainableState, extended, nodes_of, rule_of
 
 M = TypeVar("M")
 
@@ -47,7 +47,7 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
     [0.7 1.7] [0.7 1.7] 3
 
     Args:
-        tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`, or a chain or wrapper around one of them.
+        tx: `optim.trainable(...)`, or a chain or wrapper around one of them.
             A type checker cannot tell the latter from plain Optax: annotate it as `Any`.
         grads: the gradient: a tree or a vector, as `tp.project` accepts it.
         state: from `tx.init(model)` or the last step.
@@ -63,8 +63,12 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
         TypeError: `tx` is plain Optax; the arguments are in another order; as `tx.update`; a complex update of a real
             parameter.
     """
-    update: Any = extended(tx).update
+    is_ours = isinstance(tx, ModelTransformation)
+    update: Any = None if is_ours else extended(tx).update
     try:
+        if is_ours:
+            parts, steps, after = rule_of(tx).step(grads, state, model, extra)
+            return _moved(parts, steps, _copies(after)), after
         updates, after = update(grads, state, model, **extra)
     except Exception:
         _check_arguments(tx, grads, state, model)  # plain Optax fails at a model in many ways that name no reason
@@ -72,7 +76,8 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
     states = nodes_of(TrainableState, after)
     if len(states) != 1:
         _check_arguments(tx, grads, after, model)
-    return _moved(model, updates, states[0].layout, _copies(states[0])), after
+    parts = take_apart(model, states[0].layout)
+    return _moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True), _copies(states[0])), after
 
 
 _ORDER = "the order is model, state = optim.step(tx, grads, state, model)"
@@ -149,15 +154,15 @@ def apply_updates(model: M, updates: PyTree) -> M:
     """
     # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
     layout, index = look_up(structure_of(model)[2], None)
-    return _moved(model, updates, trained_at(layout, index.distinct), {})
+    parts = take_apart(model, trained_at(layout, index.distinct))
+    return _moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True), {})
 
 
-def _moved(model: M, updates: PyTree, layout: Layout, copies: Mapping[str, jax.Array]) -> M:
-    """Returns the model after a step; parameters with a wide copy are that copy, rounded."""
-    parts = take_apart(model, layout)
-    steps = per_slot(parts.index, updates, "first", exact_shapes=True)
-    slots = list(map(added, layout.paths, parts.slots, steps))
-    for slot, path in enumerate(layout.paths if copies else ()):
+def _moved(parts: Parts[M], steps: Sequence[Any], copies: Mapping[str, jax.Array]) -> M:
+    """Returns the model after a step of each slot; parameters with a wide copy are that copy, rounded."""
+    paths = [slot.path for slot in parts.layout.slots]
+    slots = list(map(added, paths, parts.slots, steps))
+    for slot, path in enumerate(paths if copies else ()):
         old, step = parts.slots[slot], steps[slot]
         if path in copies and step is not None:
             slots[slot] = landed(old, step, copies[path], slots[slot])

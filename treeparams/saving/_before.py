@@ -170,8 +170,8 @@ def _of_words(source: Names, words: Mapping[str, Any]) -> list[Before]:
         arrays = Arrays(source, path)
         copies = Copies({each: specs[each].shape for each in paths}, arrays, division_in(words, number, arrays))
         copies.check()
-        steps, origin = _steps(source[f"counts.{number}"]), words["origins"][number]
-        found.append(Before(split_path(path), copies, origin, steps, waits=side == "held"))
+        steps = _steps(source[f"counts.{number}"])
+        found.append(Before(split_path(path), copies, number, steps, waits=side == "held"))
     return found
 
 
@@ -191,7 +191,7 @@ def _check_plain(movers: Movers, source: Names, tx: object) -> None:
     """Rejects the names of a model, and a state of plain Optax without its rule."""
     names = list(source)
     expected = (
-        "expected a state of optim.trainable, flat or stacked, or the names of one, such as "
+        "expected a state of optim.trainable, or the names of one, such as "
         f'saving.names(path, "optimiser"); got {f"names such as {first_few(names[:3])}" if names else "no arrays"}'
     )
     if names and all(name in movers.specs for name in names):

@@ -27,8 +27,7 @@ from .._tree.recognise import structure_of
 from .._tree.refs import value_of
 from .._tree.structure import Spec
 from .._tree.types import PyTree
-from ..optim import TrainableState
-from ..optim._state import nodes_of
+from ..optim._state import TrainableState, nodes_of
 
 T = TypeVar("T")
 
@@ -189,7 +188,6 @@ def state_in_words(state: TrainableState) -> dict[str, Any]:
         "slots": slots,
         "running": [[paths[i] for i in positions] for positions in roles.running],
         "held": [[paths[i] for i in positions] for positions in roles.held],
-        "origins": list(roles.origins),
         "divisions": [_division_in_words(run, division, numbers) for run, division in pairs],
     }
 

@@ -13,7 +13,7 @@ from .._files.names import Names, head_of
 from .._slots.layout import Trainable
 from .._slots.ties import Alias
 from .._tree.tables import Table, as_html, as_text
-from ..optim import TrainableState
+from ..optim._state import TrainableState
 from ._averages import carried_average
 from ._contents import Contents
 from ._fill import compared, filled
@@ -102,13 +102,13 @@ class Plan(Generic[M]):
           trains, 1 step taken: b
 
         Args:
-            source: a state of `optim.trainable`, `flat` or `stacked`, or the names of one, such as
+            source: a state of `optim.trainable`, or the names of one, such as
                 `saving.names(path, "optimiser")` of a file. It belongs to the model that the plan was made from. With
                 `tx` it may also be a state of plain Optax, `rule.init(eqx.filter(model, eqx.is_inexact_array))`, or the
                 names of one.
-            like: a fresh state of the new model, `tx.init(model)`, of the same Optax rule. Its form (`trainable`,
-                `flat`, `stacked`) may differ, and so may the names of its groups (`optim.groups`). It is always needed,
-                because only the rule knows the state that a parameter begins with.
+            like: a fresh state of the new model, `tx.init(model)`, of the same Optax rule. Its form (`form=`) may
+                differ, and so may the names of its groups (`optim.groups`). It is always needed, because only the rule
+                knows the state that a parameter begins with.
             tx: the rule that made a state of plain Optax, or the `optim.trainable(rule)` that contains it.
 
         Returns:

@@ -27,8 +27,7 @@ from .._tree.dtypes import is_inexact
 from .._tree.paths import key_entries, split_path, unquote
 from .._tree.structure import Spec, is_array
 from .._tree.types import PyTree
-from ..optim import TrainableState
-from ..optim._state import Roles
+from ..optim._state import Roles, TrainableState
 from ._contents import division_in, state_in_words
 
 Stored = Mapping[Entries, Spec]
@@ -83,8 +82,8 @@ def _with_histories(state: TrainableState, words: Mapping[str, Any], stored: Sto
         sides[history.side].append(made)
         places[history.side].append(leaves)
     layout = trained_at(whole, [leaf for leaves in places["runs"] for leaf in leaves])
-    origins, counts = tuple(words["origins"]), tuple([jax.ShapeDtypeStruct((), np.dtype("int32")) for _ in divisions])
-    roles = Roles(layout, tuple(places["runs"]), tuple(places["held"]), origins, tuple(divisions))
+    counts = tuple([jax.ShapeDtypeStruct((), np.dtype("int32")) for _ in divisions])
+    roles = Roles(layout, tuple(places["runs"]), tuple(places["held"]), tuple(divisions))
     still = stored.get(("still",))
     return dataclasses.replace(
         state,
@@ -196,19 +195,13 @@ class _History:
 
 
 def form_of(words: Mapping[str, Any]) -> str:
-    """Returns the name of the function of `optim` that makes a state: of separate arrays, a vector or stacks."""
+    """Returns the form of a state, as `optim.trainable` calls it."""
     blocks = [block for each in words["divisions"] for block in each["blocks"]]
     if any(has_rows for _, _, has_rows in blocks):
-        return "stacked"
-    return "flat" if any(starts for _, starts, _ in blocks) else "trainable"
+        return "stacks"
+    return "vector" if any(starts for _, starts, _ in blocks) else "tree"
 
 
-def together(words: Mapping[str, Any]) -> tuple[dict[str, Spec], dict[tuple[str, ...], frozenset[str]]]:
-    """Returns the parameters of a state; and for each history, the parameters of all histories with its origin."""
-    histories, origins = histories_in(words), words["origins"]
-    of_origin: dict[int, list[str]] = {}
-    for origin, history in zip(origins, histories, strict=True):
-        of_origin.setdefault(origin, []).extend(history.parameters)
-    # The numbers of origins mean nothing: two states agree if the same histories have one origin.
-    pairs = zip(histories, origins, strict=True)
-    return specs_in(words), {history.key: frozenset(of_origin[origin]) for history, origin in pairs}
+def together(words: Mapping[str, Any]) -> tuple[dict[str, Spec], set[tuple[str, ...]]]:
+    """Returns the parameters of a state, and those of each history."""
+    return specs_in(words), {history.key for history in histories_in(words)}

@@ -20,7 +20,7 @@ from .._tree.messages import name_deleted
 from .._tree.paths import join_path
 from .._tree.text import first_lines, function_name
 from .._tree.types import PyTree
-from ..optim import ModelTransformation
+from ..optim._state import ModelTransformation
 from ._contents import Contents, places_in_words, state_in_words
 from ._opaque import lost_arrays
 from ._resume import with_histories

@@ -25,9 +25,8 @@ from .._tree.dtypes import Array, in_dtype
 from .._tree.paths import join_path, key_entries
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
-from ..optim import TrainableState
 from ..optim._groups import groups_in
-from ..optim._state import Roles, in_own_buffers
+from ..optim._state import Roles, TrainableState, in_own_buffers
 from ._before import Source, histories_before, unlabelled
 from ._movers import Movers
 from ._pieces import Home, Moving
@@ -192,8 +191,7 @@ def _state_of(like: TrainableState, histories: Sequence[_History]) -> TrainableS
         tuple([tuple([leaves[path] for path in history.paths]) for history in side]) for side in (running, held)
     )
     layout = trained_at(like.layout, [leaf for at in trains for leaf in at]) if held else like.layout
-    origins, divisions = ([history.home.origin for history in both], [history.division for history in both])
-    roles = Roles(layout, trains, waits, tuple(origins), tuple(divisions))
+    roles = Roles(layout, trains, waits, tuple([history.division for history in both]))
     counts = tuple([jnp.asarray(history.home.steps, jnp.int32) for history in both])
     runs, waiting = (tuple([history.run for history in side]) for side in (running, held))
     return in_own_buffers(TrainableState(runs, waiting, counts, roles, jax.tree.map(jnp.zeros_like, like.still)))

@@ -169,7 +169,7 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
         if form != other:
             names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
             yield (
-                f"the state at {path!r} is of optim.{other} in the {file.noun}, of optim.{form} in the tree. A plan "
+                f"the state at {path!r} has the form {other!r} in the {file.noun}, {form!r} in the tree. A plan "
                 f"converts it:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
             )
             continue
@@ -197,7 +197,7 @@ def _unlike_optax(path: str, words: Mapping[str, Any], file: File) -> Iterator[s
     ends = tuple([f".{name}" for name, *_ in words["slots"]])
     if not is_ours and any(name.endswith(ends) for name in names):
         yield (
-            f"the state at {path!r} is one of plain Optax in the {file.noun}, of optim.{form_of(words)} in the tree: "
+            f"the state at {path!r} is one of plain Optax in the {file.noun}, of optim.trainable in the tree: "
             "load it into a state of plain Optax, and write state = optim.from_optax(tx, state, model)"
         )
 

@@ -4,5 +4,5 @@
 whole training step for that plan, as one compiled program.
 """
 
-from ._plan import Plan as Plan, StepState as StepState, plan as plan
+from ._plan import Plan as Plan, plan as plan
 from ._step import Step as Step, make_step as make_step

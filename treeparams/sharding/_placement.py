@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._forms.block import Block
-from .._forms.form import Form, Stacks, stacked_leaves
+from .._forms.form import Form
 from .._forms.makers import stacks_of, tree_of, vector_of
 from .._forms.restructure import Restructure, restructure_over
 from .._slots.index import Slot
@@ -108,11 +108,11 @@ def _in_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     for slot, (key, place) in enumerate(zip(keys, places, strict=True)):
         at_rest = place._replace(is_lent=False).in_words(axes) if place.devices(axes) > 1 else "whole"
         of_key.setdefault(key, {}).setdefault(at_rest, []).append(slot)
-    tree = Stacks({
+    tree = {
         key if len(parts) == 1 else f"{key} {words}": rows
         for key, parts in of_key.items()
         for words, rows in parts.items()
-    })
+    }
     members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
     first = [layout.slots[rows[0]] for rows in members]
     blocks = [Block.rows(slot.shape, slot.dtype, len(rows)) for slot, rows in zip(first, members, strict=True)]
@@ -178,7 +178,7 @@ class Placement:
     @functools.cached_property
     def stacked(self) -> list[bool]:
         """Whether each block is a stack."""
-        return stacked_leaves(self.form.shapes())
+        return [self.name == "stacks"] * len(self.form.blocks)
 
     @functools.cached_property
     def vectors(self) -> list[bool]:

@@ -50,7 +50,7 @@ class StepState:
     model_state: Any = None
 
 
-StepState.__module__ = "treeparams.sharding"
+StepState.__module__ = "treeparams.types"
 jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout", "model_state"], [])
 
 

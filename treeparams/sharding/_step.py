@@ -22,9 +22,10 @@ from .._slots.layout import index_of
 from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
+from ..optim._per_leaf import check_rows
 from ..optim._scaled import check_names
 from ..optim._separability import check_form
-from ..optim._stacked import WITHIN
+from ..optim._trainable import INSTEAD
 from ._agree import agree, is_shared, surroundings_in_words, values_in_words
 from ._compute import Compute, ComputeDtype
 from ._loss import Loss
@@ -136,10 +137,11 @@ def make_step(
     compute = Compute.of(placement.layout, placement.form, compute_dtype)
     update = Update.of(tx, placement.layout, placement.in_update[0], average)
     pieces = count_of("microbatches", microbatches, "pieces")
-    instead = WITHIN if any(placement.stacked) else 'use form="stacks" with optim.per_leaf, or form="tree"'
-    check_form(update.rule, placement.form, ("sharding.make_step", instead), {})
+    instead = INSTEAD["stacks"] if any(placement.stacked) else 'use form="stacks" with optim.per_leaf, or form="tree"'
+    check_form(update.rule, placement.layout, placement.form, ("sharding.make_step", instead), {})
     kept = placement.made(update.start)
     check_names(kept[0], index_of(placement.layout))
+    check_rows(kept[0], placement.form)
     update.check()
     of_loss = Loss(loss, placement, compute, pieces, loss_takes == "form", has_aux, has_state)
     step = Step(placement, of_loss, update, kept)

@@ -59,7 +59,7 @@ class Update:
             raise ValueError(
                 f"the update of the rule fails ({in_short(error)}). sharding.make_step passes it gradients, parameters "
                 "and only one extra argument, value=; for a rule that calls the loss itself (a line search), use "
-                "optim.flat"
+                "optim.trainable(tx, form='vector')"
             ) from error
 
     def step(self, params: PyTree, gradients: PyTree, state: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
