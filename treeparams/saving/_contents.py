@@ -188,6 +188,7 @@ def state_in_words(state: TrainableState) -> dict[str, Any]:
         "slots": slots,
         "running": [[paths[i] for i in positions] for positions in roles.running],
         "held": [[paths[i] for i in positions] for positions in roles.held],
+        "tied": {paths[tie.leaf]: paths[tie.source] for tie in index.ties if not tie.transforms},  # frozen ones, too
         "divisions": [_division_in_words(run, division, numbers) for run, division in pairs],
     }
 

@@ -97,9 +97,9 @@ def _with_histories(state: TrainableState, words: Mapping[str, Any], stored: Sto
 
 def _tied(state: TrainableState, words: Mapping[str, Any]) -> Layout:
     """Returns the layout of a state; of a state of shapes, which shows no ties by identity, with those of the file."""
-    index = index_of(state.layout)
-    at, first = index.structure.index, next(iter(jax.tree.leaves(state.runs)), None)
-    pairs = [(at[alias], at[path]) for path, aliases, *_ in words["slots"] for alias in aliases if alias in at]
+    index, first = index_of(state.layout), next(iter(jax.tree.leaves(state.runs)), None)
+    at = index.structure.index
+    pairs = [(at[alias], at[path]) for alias, path in words.get("tied", {}).items() if {alias, path} <= at.keys()]
     new = [Alias(alias, source, ()) for alias, source in pairs if alias not in index.sources]
     if not new or not isinstance(first, jax.ShapeDtypeStruct):
         return state.layout
