@@ -6,13 +6,10 @@ distances (a *column*), from its number, or from one value for all.
 """
 
 import contextlib
-import copy
 import functools
-import heapq
 import itertools
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,19 +74,9 @@ def rolled(function: F) -> F:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        arrays, others = eqx.partition((args, kwargs), eqx.is_array)
-        leaves, treedef = jtu.tree_flatten(arrays)
-        results: list[Any] = []
-
-        def traced(*leaves: Any) -> Any:
-            args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, leaves), others)
-            found, rest = eqx.partition(function(*args, **kwargs), eqx.is_array)
-            results[:] = jtu.tree_structure(found), rest
-            return jtu.tree_leaves(found)
-
-        closed = jax.make_jaxpr(traced)(*leaves)
-        structure, rest = results
-        return eqx.combine(jtu.tree_unflatten(structure, _evaluated(closed, leaves)), rest)
+        program, shapes, others = eqx.filter_make_jaxpr(function)(*args, **kwargs)
+        results = _evaluated(program, jtu.tree_leaves(eqx.filter((args, kwargs), eqx.is_array)))
+        return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(shapes), results), others)
 
     return wrapped  # pyright: ignore[reportReturnType]
 
@@ -142,7 +129,7 @@ class _Program(Walk[Var]):
         within = called(eqn) if eqn.primitive.name == "jit" else None
         if within is not None:
             return self.run(within, its)
-        made = list(map(copy.copy, eqn.outvars))  # the program may stand at many places
+        made = [jex.Var(var.aval) for var in eqn.outvars]  # the program may stand at many places
         self.equations.append(eqn.replace(invars=its, outvars=made))
         return made
 
@@ -170,11 +157,11 @@ class Column(NamedTuple):
 def _pieces_in(program: _Program) -> dict[Var, Piece]:
     """Returns the results of a program that are pieces of its operands, of stacks, or of keys that it has split."""
     # A split of keys that comes again and again is made by each layer for itself: it belongs to the layer.
-    splits = Counter(each.outvars[0].aval for each in program.equations if each.primitive.name == "random_split")
+    splits = [each.outvars[0].aval for each in program.equations if each.primitive.name == "random_split"]
     roots: set[Var] = {*program.operands, *program.constants}
     found: dict[Var, Piece] = {}
     for equation in program.equations:
-        if equation.primitive.name == "random_split" and splits[equation.outvars[0].aval] < 3:
+        if equation.primitive.name == "random_split" and splits.count(equation.outvars[0].aval) < 3:
             roots.add(equation.outvars[0])
         elif equation.invars and not isinstance(equation.invars[0], jex.Literal):
             found.update(zip(equation.outvars, _pieces_of(equation, roots, found), strict=False))
@@ -288,8 +275,8 @@ def _best(equations: list[Equation], pieces: dict[Var, Piece], least: int = _LEA
             parts = (stop - start) // period + 1
             if parts >= 3 and (parts - 1) * period >= least and not is_slow[start : start + period].any():
                 candidates.append(((parts - 1) * period, start, period, parts, stop + period))
-    best = heapq.nsmallest(_TRIED, candidates, key=lambda each: (-each[0], each[2]))
-    for _, start, period, most, stop in best:
+    candidates.sort(key=lambda each: (-each[0], each[2]))
+    for _, start, period, most, stop in candidates[:_TRIED]:
         for parts in (most, most - 1) if most > 3 else (most,):
             # Where the first part begins may be one of several; the one that hands on least is the best.
             begins = range(start, stop - parts * period + 1)
@@ -330,15 +317,14 @@ def _as_loop(equations: list[Equation], period: int, pieces: dict[Var, Piece]) -
             elif len(set(operands)) > 1:
                 return None
         elif len(set(operands)) > 1 or operands[0] in made:
-            origins = [made.get(operand) for operand in operands]
-            ways = {None if origin is None else (n - origin[0], origin[1]) for n, origin in enumerate(origins[1:], 1)}
-            distance, origin = ways.pop() or (None, place)
-            if ways or distance not in (0, 1):
+            # How many parts before, and where: all are of the same part, or all but the first of the part before.
+            origins = enumerate([made.get(operand) for operand in operands])
+            own, *ways = [None if origin is None else (n - origin[0], origin[1]) for n, origin in origins]
+            way = ways[0]
+            if way is None or way[0] > 1 or len({*ways}) > 1:
                 return None
-            if distance == 0:  # of the same part
-                if origins[0] != (0, origin):
-                    return None
-            elif origins[0] is not None or not _hands_on(loop, place, origin, operands[0]):
+            is_handed_on = way[0] == 1 and own is None and _hands_on(loop, place, way[1], operands[0])
+            if own != way and not is_handed_on:
                 return None
     return loop
 
@@ -435,8 +421,7 @@ class _Evaluation:
     """Computes the steps of a program one after another."""
 
     def __init__(self, program: _Program, pieces: dict[Var, Piece], steps: Sequence[Equation | Loop]) -> None:
-        self._program = program
-        self._steps = steps
+        self._program, self._steps = program, steps
         # Pieces that are no columns are made where they are read.
         self._makers = {var: each for each in program.equations for var in each.outvars if var in pieces}
         # What is needed beside the results of a loop within itself.
@@ -479,9 +464,8 @@ class _Evaluation:
             made: dict[Any, Any] = {place: handed[origin] for place, origin in loop.taken.items()}
             made |= zip([*loop.columns, *loop.numbers], along, strict=True)
             for equation, operands in zip(first, loop.body(), strict=True):
-                made |= zip(
-                    equation.outvars, bind(equation, [self._read(each, made) for each in operands]), strict=True
-                )
+                values = [self._read(each, made) for each in operands]
+                made |= zip(equation.outvars, bind(equation, values), strict=True)
             found = lambda places: [made[_result(first, place)] for place in places]
             return list(map(_strong, found(loop.first))), found(kept)
 

@@ -132,10 +132,6 @@ def _series(operand: object) -> Any:
     return operand.series if isinstance(operand, _Chain) else operand
 
 
-def _root(operand: object) -> Any:
-    return operand.root if isinstance(operand, _Chain) else operand
-
-
 class _Forward(Walk[Any]):
     """Carries series, chains, or arrays and numbers that do not depend on the input.
 
@@ -146,9 +142,6 @@ class _Forward(Walk[Any]):
     def __init__(self) -> None:
         super().__init__()
         self.unknown = set[str]()
-
-    def constant(self, value: Any) -> Any:
-        return value
 
     def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         which = [isinstance(operand, _Series | _Chain) for operand in its]
@@ -161,9 +154,10 @@ class _Forward(Walk[Any]):
         longest = max(len(each.steps) if isinstance(each, _Chain) else 0 for each in depends)
         # A bias that is added to a series leaves its Jacobian as it is; within a chain it would be multiplied by ones.
         begins_linear = longest == 0 and _is_linear_in(eqn, which)
-        root = _root(depends[0])
-        if pointwise and all(_root(each) is root for each in depends) and not begins_linear and longest < _LONGEST:
-            return [_Chain(root, eqn, its, *bind(eqn, values))]
+        roots = [each.root if isinstance(each, _Chain) else each for each in depends]
+        is_of_one = all(each is roots[0] for each in roots)
+        if pointwise and is_of_one and not begins_linear and longest < _LONGEST:
+            return [_Chain(roots[0], eqn, its, *bind(eqn, values))]
         program = self.program_of(eqn)
         if program is not None and _is_call(eqn) and not pointwise:
             return self.run(program, its)
@@ -284,8 +278,7 @@ def _is_call(eqn: JaxprEqn) -> bool:
 
 def _is_pointwise(eqn: JaxprEqn, depends: Sequence[Any]) -> bool:
     """Returns whether an equation, and all that it calls, act on each entry of real operands of the result's shape."""
-    results: list[Any] = eqn.outvars
-    shapes = {var.aval.shape for var in results} | {operand.value.shape for operand in depends}
+    shapes = {aval.shape for aval in _avals(eqn)[len(eqn.invars) :]} | {operand.value.shape for operand in depends}
     # A choice between two operands, as `jnp.where` is, does not look at the slope of the other one.
     is_choice = _is_call(eqn) and len(depends) > 1
     return len(shapes) == 1 and len(eqn.outvars) == 1 and not is_choice and _is_within(eqn, shapes.pop())
