@@ -96,8 +96,8 @@ _TABLE = {
 _KINDS = {name: kind for kind, names in _TABLE.items() for name in names.split()}
 
 # Of these operations other operands say where the values go.
-_VALUES = {"dynamic_update_slice": slice(2), "select_n": slice(1, None)}
-_VALUES |= dict.fromkeys(("scatter", "scatter-add"), slice(0, 3, 2))
+_VALUES = {"dynamic_update_slice": slice(2), "scatter": slice(0, 3, 2), "select_n": slice(1, None)}
+_VALUES["scatter-add"] = _VALUES["scatter"]
 
 
 def name_of(eqn: JaxprEqn) -> str:
@@ -163,14 +163,16 @@ class Walk(Generic[V]):
 
     def step(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
         """Returns the values of an operation's results."""
-        own, program = self._own(eqn), self.program_of(eqn)
-        if own is not None:
-            return own(eqn, its)
-        return self.operation(eqn, its) if program is None else self.run(program, its)
+        within = self.within(eqn)
+        return self.operation(eqn, its) if within is None else within(its)
 
-    def _own(self, eqn: JaxprEqn) -> Any:
-        """Returns the method of a domain for branches or loops, such as `of_scan`, or `None`."""
-        return getattr(self, f"of_{eqn.primitive.name}", None)
+    def within(self, eqn: JaxprEqn) -> Callable[[list[V]], Sequence[V]] | None:
+        """Returns the function from operands to results that goes through the programs in an operation, or `None`."""
+        own = getattr(self, f"of_{eqn.primitive.name}", None)  # such as `of_scan`, if the domain follows scans
+        if own is not None:
+            return functools.partial(own, eqn)
+        program = self.program_of(eqn)
+        return None if program is None else functools.partial(self.run, program)
 
     def program_of(self, eqn: JaxprEqn) -> ClosedJaxpr | None:
         """Returns the program that an operation runs on its own operands, or `None`."""
@@ -180,13 +182,9 @@ class Walk(Generic[V]):
             self._lowered[id(eqn)] = eqn, _lowered(eqn)
         return self._lowered[id(eqn)][1]
 
-    def is_followed(self, eqn: JaxprEqn) -> bool:
-        """Returns whether the walk goes through the programs inside an operation."""
-        return self._own(eqn) is not None or self.program_of(eqn) is not None
-
     def constant(self, value: Any) -> V:
-        """Returns the value of a constant; of a constant that is not available if `value` is `None`."""
-        raise NotImplementedError
+        """Returns the value of a constant, which is `None` if it is not available."""
+        return value
 
     def operation(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:
         """Returns the values of the results of an operation that runs no program, or one that is not known."""
@@ -262,7 +260,7 @@ class Marks(Walk[Any]):
         if Kind.REF in kind_of(eqn):
             return self._of_ref(eqn, its)
         refs = [each for each in its if isinstance(each, Cell)]
-        if not refs or self.is_followed(eqn):
+        if not refs or self.within(eqn) is not None:
             return super().step(eqn, its)
         # Whoever is given a ref may write all that it has been given.
         every = self.opaque([each.mark if isinstance(each, Cell) else each for each in its])

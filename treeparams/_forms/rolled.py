@@ -6,14 +6,11 @@ distances (a *column*), from its number, or from one value for all.
 """
 
 import contextlib
-import copy
 import functools
-import heapq
 import itertools
 import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -77,19 +74,9 @@ def rolled(function: F) -> F:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        arrays, others = eqx.partition((args, kwargs), eqx.is_array)
-        leaves, treedef = jtu.tree_flatten(arrays)
-        results: list[Any] = []
-
-        def traced(*leaves: Any) -> Any:
-            args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, leaves), others)
-            found, rest = eqx.partition(function(*args, **kwargs), eqx.is_array)
-            results[:] = jtu.tree_structure(found), rest
-            return jtu.tree_leaves(found)
-
-        closed = jax.make_jaxpr(traced)(*leaves)
-        structure, rest = results
-        return eqx.combine(jtu.tree_unflatten(structure, _evaluated(closed, leaves)), rest)
+        program, shapes, others = eqx.filter_make_jaxpr(function)(*args, **kwargs)
+        results = _evaluated(program, jtu.tree_leaves(eqx.filter((args, kwargs), eqx.is_array)))
+        return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(shapes), results), others)
 
     return wrapped  # pyright: ignore[reportReturnType]
 
@@ -142,7 +129,7 @@ class _Program(Walk[Var]):
         within = called(eqn) if eqn.primitive.name == "jit" else None
         if within is not None:
             return self.run(within, its)
-        made = list(map(copy.copy, eqn.outvars))  # the program may stand at many places
+        made = [jex.Var(var.aval) for var in eqn.outvars]  # the program may stand at many places
         self.equations.append(eqn.replace(invars=its, outvars=made))
         return made
 
@@ -170,11 +157,11 @@ class Column(NamedTuple):
 def _pieces_in(program: _Program) -> dict[Var, Piece]:
     """Returns the results of a program that are pieces of its operands, of stacks, or of keys that it has split."""
     # A split of keys that comes again and again is made by each layer for itself: it belongs to the layer.
-    splits = Counter(each.outvars[0].aval for each in program.equations if each.primitive.name == "random_split")
+    splits = [each.outvars[0].aval for each in program.equations if each.primitive.name == "random_split"]
     roots: set[Var] = {*program.operands, *program.constants}
     found: dict[Var, Piece] = {}
     for equation in program.equations:
-        if equation.primitive.name == "random_split" and splits[equation.outvars[0].aval] < 3:
+        if equation.primitive.name == "random_split" and splits.count(equation.outvars[0].aval) < 3:
             roots.add(equation.outvars[0])
         elif equation.invars and not isinstance(equation.invars[0], jex.Literal):
             found.update(zip(equation.outvars, _pieces_of(equation, roots, found), strict=False))
@@ -250,6 +237,19 @@ class Loop(NamedTuple):
     columns: dict[Place, Column]  # operands that are pieces
     numbers: dict[Place, np.ndarray]  # operands that are constants, where these differ
 
+    def body(self) -> list[list[Var | Place]]:
+        """Returns the operands of each equation of the first part, as places where those of other parts differ."""
+        own = {*self.columns, *self.numbers, *self.taken}
+        operands = enumerate([each.invars for each in self.parts[0]])
+        return [[(k, m) if (k, m) in own else var for m, var in enumerate(its)] for k, its in operands]
+
+    def needs(self) -> list[Var]:
+        """Returns the values that are needed from elsewhere."""
+        made = {var for equation in self.parts[0] for var in equation.outvars}
+        shared = [var for its in self.body() for var in its if not isinstance(var, tuple)]
+        shared = [var for var in _variables(shared) if var not in made]
+        return [*self.first.values(), *shared, *(column.first.root for column in self.columns.values())]
+
 
 def _rolled(equations: list[Equation], pieces: dict[Var, Piece]) -> Iterator[Equation | Loop]:
     """Yields the best loop, and recursively the loops and equations before and after it."""
@@ -275,8 +275,8 @@ def _best(equations: list[Equation], pieces: dict[Var, Piece], least: int = _LEA
             parts = (stop - start) // period + 1
             if parts >= 3 and (parts - 1) * period >= least and not is_slow[start : start + period].any():
                 candidates.append(((parts - 1) * period, start, period, parts, stop + period))
-    best = heapq.nsmallest(_TRIED, candidates, key=lambda each: (-each[0], each[2]))
-    for _, start, period, most, stop in best:
+    candidates.sort(key=lambda each: (-each[0], each[2]))
+    for _, start, period, most, stop in candidates[:_TRIED]:
         for parts in (most, most - 1) if most > 3 else (most,):
             # Where the first part begins may be one of several; the one that hands on least is the best.
             begins = range(start, stop - parts * period + 1)
@@ -317,15 +317,14 @@ def _as_loop(equations: list[Equation], period: int, pieces: dict[Var, Piece]) -
             elif len(set(operands)) > 1:
                 return None
         elif len(set(operands)) > 1 or operands[0] in made:
-            origins = [made.get(operand) for operand in operands]
-            ways = {None if origin is None else (n - origin[0], origin[1]) for n, origin in enumerate(origins[1:], 1)}
-            distance, origin = ways.pop() or (None, place)
-            if ways or distance not in (0, 1):
+            # How many parts before, and where: all are of the same part, or all but the first of the part before.
+            origins = enumerate([made.get(operand) for operand in operands])
+            own, *ways = [None if origin is None else (n - origin[0], origin[1]) for n, origin in origins]
+            way = ways[0]
+            if way is None or way[0] > 1 or len({*ways}) > 1:
                 return None
-            if distance == 0:  # of the same part
-                if origins[0] != (0, origin):
-                    return None
-            elif origins[0] is not None or not _hands_on(loop, place, origin, operands[0]):
+            is_handed_on = way[0] == 1 and own is None and _hands_on(loop, place, way[1], operands[0])
+            if own != way and not is_handed_on:
                 return None
     return loop
 
@@ -422,15 +421,12 @@ class _Evaluation:
     """Computes the steps of a program one after another."""
 
     def __init__(self, program: _Program, pieces: dict[Var, Piece], steps: Sequence[Equation | Loop]) -> None:
-        self._program = program
-        self._steps = steps
+        self._program, self._steps = program, steps
         # Pieces that are no columns are made where they are read.
         self._makers = {var: each for each in program.equations for var in each.outvars if var in pieces}
         # What is needed beside the results of a loop within itself.
-        needed = [*program.results]
-        for step in steps:
-            needed += _needed_by(step) if isinstance(step, Loop) else step.invars
-        needed = [var for var in needed if not isinstance(var, jex.Literal)]
+        needed = [step.needs() if isinstance(step, Loop) else _variables(step.invars) for step in steps]
+        needed = [*itertools.chain(_variables(program.results), *needed)]
         self._needed = {*needed, *(pieces[var].root for var in needed if var in pieces)}
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
@@ -456,28 +452,25 @@ class _Evaluation:
 
     def _scan(self, loop: Loop) -> None:
         first, last = loop.parts[0], loop.parts[-1]
-        for var in _needed_by(loop):
+        for var in loop.needs():
             self._read(var)  # what were made within the body could not be used behind it
         # Results of single parts that are needed behind the loop; of the last part those that are carried come anyway.
         places = [(k, o) for k, equation in enumerate(first) for o in range(len(equation.outvars))]
         ends = {place: loop.parts[:-1] if place in loop.first else loop.parts for place in places}
         kept = [place for place in places if any(_result(part, place) in self._needed for part in ends[place])]
-        own = [*loop.columns, *loop.numbers]
 
         def step(carry: list[Any], along: list[Any]) -> tuple[list[Any], list[Any]]:
-            handed, given = dict(zip(loop.first, carry, strict=True)), dict(zip(own, along, strict=True))
-            given |= {place: handed[origin] for place, origin in loop.taken.items()}
-            made: dict[Var, Any] = {}
-            for k, equation in enumerate(first):
-                values = [
-                    given[k, m] if (k, m) in given else self._read(var, made) for m, var in enumerate(equation.invars)
-                ]
+            handed = dict(zip(loop.first, carry, strict=True))
+            made: dict[Any, Any] = {place: handed[origin] for place, origin in loop.taken.items()}
+            made |= zip([*loop.columns, *loop.numbers], along, strict=True)
+            for equation, operands in zip(first, loop.body(), strict=True):
+                values = [self._read(each, made) for each in operands]
                 made |= zip(equation.outvars, bind(equation, values), strict=True)
             found = lambda places: [made[_result(first, place)] for place in places]
             return list(map(_strong, found(loop.first))), found(kept)
 
         columns = _columns(loop, self._read)
-        along = [*[columns[place] for place in loop.columns], *loop.numbers.values()]
+        along = [*map(columns.__getitem__, loop.columns.values()), *loop.numbers.values()]
         carry = [_strong(self._read(var)) for var in loop.first.values()]
         carry, stacked = jax.lax.scan(step, carry, along, len(loop.parts))
         self._values |= {_result(last, place): value for place, value in zip(loop.first, carry, strict=True)}
@@ -491,51 +484,30 @@ def _result(part: Sequence[Equation], place: Place) -> Var:
     return part[place[0]].outvars[place[1]]
 
 
-def _needed_by(loop: Loop) -> list[Var]:
-    """Returns the values that a loop needs from elsewhere, literals among them."""
-    made = {var for equation in loop.parts[0] for var in equation.outvars}
-    own = {*loop.columns, *loop.numbers, *loop.taken}
-    given = [var for k, each in enumerate(loop.parts[0]) for m, var in enumerate(each.invars) if (k, m) not in own]
-    shared = [var for var in given if isinstance(var, jex.Literal) or var not in made]
-    return [*loop.first.values(), *shared, *(column.first.root for column in loop.columns.values())]
-
-
-def _columns(loop: Loop, read: Callable[[Var], Any]) -> dict[Place, jax.Array]:
+def _columns(loop: Loop, read: Callable[[Var], Any]) -> dict[Column, jax.Array]:
     """Returns an array for each column, with a leading axis over the parts."""
     # Columns that fit into the same rows are cut out of their array at once, one row for each part: a cut's transpose
     # is as large as the array. They are cut here and not in the body, which would save them for the way back.
-    alike: dict[Any, list[tuple[Place, Piece]]] = {}
-    for place, (first, step) in sorted(loop.columns.items(), key=lambda each: each[1].first.start):
-        alike.setdefault((first.root, first.rank, step), []).append((place, first))
-    found, parts = dict[Place, jax.Array](), len(loop.parts)
-    for (root, rank, step), left in alike.items():
-        while left:
-            start, array = left[0][1].start, read(root)
-            inside = [each for each in left if each[1].start + each[1].size <= start + step]
-            left = [each for each in left if each not in inside]
-            axis, rest = array.ndim - 1 - rank, array.shape[array.ndim - rank :]
-            missing = start + parts * step - array.shape[axis]
-            if missing > 0:  # the last row may end behind the array
-                array = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
-            (rows,) = _cut(array, rank, [(start, parts * step, (parts, step, *rest))])
-            for some in _apart({piece for _, piece in inside}):
-                columns = _cut(rows, rank, [(piece.start - start, piece.size, piece.shape) for piece in some])
-                of = dict(zip(some, [jnp.moveaxis(each, axis, 0) for each in columns], strict=True))
-                found |= {place: of[piece] for place, piece in inside if piece in of}
-    return found
-
-
-def _apart(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Sorts pieces of an array into lists without overlaps."""
-    left = sorted(pieces, key=lambda each: each.start)
+    found, parts = dict[Column, jax.Array](), len(loop.parts)
+    left = sorted({*loop.columns.values()}, key=lambda each: each.first.start)
     while left:
-        now, later, at = list[Piece](), list[Piece](), 0
+        (root, start, _, _, rank), step = left[0]
+        some, end = list[Column](), start
         for each in left:
-            fits = each.start >= at
-            (now if fits else later).append(each)
-            at = each.start + each.size if fits else at
-        yield now
-        left = later
+            piece = each.first
+            is_alike = (piece.root, piece.rank, each.step) == (root, rank, step)
+            if is_alike and end <= piece.start and piece.start + piece.size <= start + step:
+                some.append(each)
+                end = piece.start + piece.size
+        left, array = [each for each in left if each not in some], read(root)
+        axis, rest = array.ndim - 1 - rank, array.shape[array.ndim - rank :]
+        missing = start + parts * step - array.shape[axis]
+        if missing > 0:  # the last row may end behind the array
+            array = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
+        (rows,) = _cut(array, rank, [(start, parts * step, (parts, step, *rest))])
+        columns = _cut(rows, rank, [(piece.start - start, piece.size, piece.shape) for piece, _ in some])
+        found |= zip(some, [jnp.moveaxis(each, axis, 0) for each in columns], strict=True)
+    return found
 
 
 def _cut(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:

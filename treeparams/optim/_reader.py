@@ -315,38 +315,29 @@ def _pieces(value: Value, shape: Sequence[int], axis: int, spans: Sequence[tuple
 
 def _windowed(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
     """Reads or writes a window of axes ahead of the leaf's: one of the steps of a memory."""
-    if eqn.primitive.name == "dynamic_slice" and its[0].is_equal:
+    name, shape, params = eqn.primitive.name, _aval_of(eqn.invars[0]).shape, eqn.params
+    if name == "dynamic_slice" and its[0].is_equal:
         return its[:1]
-    arrays, index, ahead, window = _window(eqn, its)
-    placed = {run.place: run for run in runs_of(arrays) if run.place is not None}
-    run, *more = [*placed.values()] or runs_of(arrays)[:1]
-    shape = _aval_of(eqn.invars[0]).shape
-    is_known = isinstance(run.place, int) and window and math.prod(shape[ahead:]) % run.size == 0
-    is_one = all(len(value) == 1 for value in (*arrays, *index)) and not more
-    if not (is_known and is_one) or any(isinstance(each.place, int) for each in runs_of(index)):
-        return None
-    key = eqn.primitive.name, shape[:ahead], tuple(window[:ahead]), str(eqn.params.get("mode"))
-    over = [each.formula for each in runs_of([*arrays, *index])]
-    return with_formulas([Value((run,))], [blocks.formulas.of(*key, over=over)])
-
-
-def _window(eqn: JaxprEqn, its: list[Value]) -> tuple[list[Value], list[Value], int, Sequence[int]]:
-    """Returns an operation's arrays, its index, the number of axes ahead of those that are whole in the window, and it.
-
-    The window is empty unless it is a single one, at one index.
-    """
-    shape, params = _aval_of(eqn.invars[0]).shape, eqn.params
-    if eqn.primitive.name.startswith("scatter"):
-        numbers, written = params["dimension_numbers"], _aval_of(eqn.invars[2]).shape
+    if name.startswith("scatter"):
+        numbers, window = params["dimension_numbers"], _aval_of(eqn.invars[2]).shape
         ahead = len(numbers.inserted_window_dims)
         axes = {tuple(numbers.inserted_window_dims), tuple(numbers.scatter_dims_to_operand_dims), tuple(range(ahead))}
-        is_window = len(axes) == 1 and _aval_of(eqn.invars[1]).shape == (ahead,) and written == shape[ahead:]
-        return [its[0], its[2]], its[1:2], ahead, ((1,) * ahead + written) if is_window else ()
-    is_cut = eqn.primitive.name == "dynamic_slice"
-    window = params["slice_sizes"] if is_cut else _aval_of(eqn.invars[1]).shape
-    ahead = next((n for n in range(len(shape), 0, -1) if window[n - 1] != shape[n - 1]), 0)
-    arrays, index = (its[:1], its[1:]) if is_cut else (its[:2], its[2:])
-    return arrays, index[:ahead], ahead, window
+        is_one = len(axes) == 1 and _aval_of(eqn.invars[1]).shape == (ahead,) and window == shape[ahead:]
+        arrays, index, window = its[::2], its[1:2], (1,) * ahead + window
+    else:
+        count, is_one = 1 if name == "dynamic_slice" else 2, True
+        window = params["slice_sizes"] if count == 1 else _aval_of(eqn.invars[1]).shape
+        ahead = next((n for n in range(len(shape), 0, -1) if window[n - 1] != shape[n - 1]), 0)
+        arrays, index = its[:count], its[count : count + ahead]
+    placed = {run.place: run for run in runs_of(arrays) if run.place is not None}
+    run, *more = [*placed.values()] or runs_of(arrays)[:1]
+    is_known = is_one and isinstance(run.place, int) and math.prod(shape[ahead:]) % run.size == 0
+    is_single = all(len(value) == 1 for value in (*arrays, *index))
+    if more or not (is_known and is_single) or any(isinstance(each.place, int) for each in runs_of(index)):
+        return None
+    over = [each.formula for each in runs_of([*arrays, *index])]
+    formula = blocks.formulas.of(name, shape[:ahead], tuple(window[:ahead]), str(params.get("mode")), over=over)
+    return with_formulas([Value((run,))], [formula])
 
 
 # Each returns `None` if no formula of elements describes the result.

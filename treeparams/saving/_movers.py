@@ -7,12 +7,11 @@ operations tell, and shapes; of others the sums are what the function and its tr
 out, so that what is moved keeps its digits.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -117,8 +116,7 @@ class Movers:
 # -- Where elements come from ------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Places:
+class _Places(NamedTuple):
     """Where the elements of a result come from.
 
     Attributes:
@@ -139,21 +137,19 @@ def _places_in(route: Route, specs: Sequence[Spec]) -> dict[int, _Places]:
     own = [i for i, spec in enumerate(specs) if spec.parameter]
 
     def linear(arrays: Mapping[int, Any], dtype: Any) -> dict[int, Any]:
-        zeros = {i: np.zeros(specs[i].shape, dtype) for i in own if i not in arrays}
-        results = _Linear(dtype).results(program, len(specs), {**zeros, **arrays})
-        return {number: result.array for number, result in results.items()}
+        return {number: result.array for number, result in _Linear(dtype).results(program, arrays).items()}
 
     def filled(number: int, dropped: Any, reads: Sequence[int], arrays: Sequence[Any]) -> Any:
         dtype = common_dtype([array.dtype for array in arrays])
         given = {i: jnp.asarray(array).astype(dtype) for i, array in zip(reads, arrays, strict=True)}
-        result = linear(given, dtype)[number]
+        result = linear({i: np.zeros(specs[i].shape, dtype) for i in own} | given, dtype)[number]
         return result if dropped is None else jnp.where(dropped, 0, result)
 
     with jax.ensure_compile_time_eval():
         try:
             program = jax.make_jaxpr(route)(*[jax.ShapeDtypeStruct(*spec[:2]) for spec in specs])
             read = _Linear()
-            results = read.results(program, len(specs), dict.fromkeys(own))
+            results = read.results(program, dict.fromkeys(own))
             rows = {} if read.has_moved(results.values()) else _rows(linear, {i: specs[i].shape for i in own})
         except _NotMovedError as error:
             raise ValueError(
@@ -181,19 +177,15 @@ def _rows(linear: Callable[..., dict[int, Any]], shapes: Mapping[int, tuple[int,
     rows, transposed = jax.vjp(lambda ones: linear(ones, np.float32), ones)
     (columns,) = transposed(jax.tree.map(jnp.ones_like, rows))
     if not all(jnp.max(each, initial=0) <= 1 for each in [*rows.values(), *columns.values()]):
-        raise _NotMovedError
+        raise _NotMovedError("changes or repeats them")
     return jax.tree.map(np.asarray, rows)
 
 
 class _NotMovedError(Exception):
     """Raised for what may do something else to elements than move them."""
 
-    def __init__(self, reason: str = "changes or repeats them") -> None:
-        super().__init__(reason)
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Elements:
+class _Elements(NamedTuple):
     """An array that is made of elements of these arguments, and whether it is one of them as it was given."""
 
     reads: frozenset[int]
@@ -214,19 +206,16 @@ class _Linear(Walk[Any]):
         super().__init__()
         self._dtype, self._are_moves, self._taken = dtype, True, list[_Elements]()
 
-    def results(self, program: ClosedJaxpr, count: int, arrays: Mapping[int, Any]) -> dict[int, _Elements]:
+    def results(self, program: ClosedJaxpr, arrays: Mapping[int, Any]) -> dict[int, _Elements]:
         """Returns the floating and complex results for arrays in place of the parameters among the arguments."""
         own = {i: _Elements(frozenset({i}), array, True) for i, array in arrays.items()}
-        results = zip(self.run(program, [own.get(i, _UNKNOWN) for i in range(count)]), program.out_avals, strict=True)
-        return {i: self._elements(result) for i, (result, aval) in enumerate(results) if is_floating(aval)}
+        results = self.run(program, [own.get(i, _UNKNOWN) for i in range(len(program.in_avals))])
+        return {i: self._elements(results[i]) for i, aval in enumerate(program.out_avals) if is_floating(aval)}
 
     def has_moved(self, results: Iterable[_Elements]) -> bool:
         """Returns whether results consist of elements, none of which is in two, as operations and shapes tell."""
         every = [*self._taken, *results]  # each array was used once
         return self._are_moves and all(each.reads for each in every) and len(set(map(id, every))) == len(every)
-
-    def constant(self, value: Any) -> Any:
-        return value
 
     def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         own, is_unknown = [isinstance(each, _Elements) for each in its], any(each is _UNKNOWN for each in its)
@@ -240,7 +229,7 @@ class _Linear(Walk[Any]):
         ends = [*itertools.compress(operands, own), *made]
         keeps_type = all(map(is_floating, ends)) and len({is_complex(aval.dtype) for aval in ends}) == 1
         if is_unknown or not keeps_type or not is_linear(eqn, own) or name in ("conj", "div", "fft", "neg", "sub"):
-            raise _NotMovedError
+            raise _NotMovedError("changes or repeats them")
         if Kind.SAME in kind or name in ("convert_element_type", "reduce_precision"):
             return its
         # What is not floating are places, and what chooses between arrays.
@@ -263,5 +252,5 @@ class _Linear(Walk[Any]):
             return value
         numbers = np.not_equal(value, 0) & is_factor
         if not np.array_equal(value, numbers):
-            raise _NotMovedError
+            raise _NotMovedError("changes or repeats them")
         return _Elements(frozenset(), np.asarray(numbers, self._dtype))
