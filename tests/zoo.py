@@ -16,9 +16,13 @@ import numpy as np
 import pytest
 
 import treeparams as tp
+from treeparams import optim
 
 # Its place in JAX has changed, in 0.8.
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+
+VECTOR, STACKS = (functools.partial(optim.trainable, form=form) for form in ("vector", "stacks"))
+"""The other forms, beside `optim.trainable`."""
 
 
 def first_devices(count: int) -> list[jax.Device]:

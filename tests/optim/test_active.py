@@ -15,7 +15,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_close, assert_same, bits, ramp
+from ..zoo import VECTOR, assert_close, assert_same, bits, ramp
 from .test_stacked import Layer, _loss, _net, clip, matrices, rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -155,7 +155,7 @@ def test_errors_of_active(without_type_checks):
     ):
         with pytest.raises(error, match=match):
             CLIPPED.update(tp.copy(net), state, net, active=active)
-    for form in (optim.trainable, functools.partial(optim.trainable, form="vector")):
+    for form in (optim.trainable, VECTOR):
         tx = form(optax.sgd(0.1))
         for active in ({"layers.1": False}, {}, None):
             with pytest.raises(TypeError, match=r"write optim.trainable\(tx, form=\"stacks\"\)"):

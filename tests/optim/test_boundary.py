@@ -16,7 +16,7 @@ import treeparams as tp
 from treeparams import optim
 
 from .. import zoo
-from ..zoo import ZOO, Specimen, assert_same
+from ..zoo import STACKS, VECTOR, ZOO, Specimen, assert_same
 from .test_optim import LINE_SEARCH, MOMENTUM, forms, specimens, two
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's rules promote
@@ -24,11 +24,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's rules prom
 
 def test_one_transformation_over_models():
     one, model = optim.trainable(optax.sgd(0.1)), {"w": jnp.ones(2), "v": jnp.ones(1)}
-    for form in (
-        optim.trainable,
-        functools.partial(optim.trainable, form="vector"),
-        functools.partial(optim.trainable, form="stacks"),
-    ):
+    for form in (optim.trainable, VECTOR, STACKS):
         with pytest.raises(ValueError, match=r"write one optim\.trainable"):
             form(one)
     for within in (
@@ -231,14 +227,7 @@ def test_injected_hyperparameters_around_and_copies():
     want = optim.step(plain, tp.copy(model), plain.init(model), model)[0]
     for each in (
         tx,
-        *(
-            copy.deepcopy(form(optax.sgd(0.1)))
-            for form in (
-                optim.trainable,
-                functools.partial(optim.trainable, form="vector"),
-                functools.partial(optim.trainable, form="stacks"),
-            )
-        ),
+        *(copy.deepcopy(form(optax.sgd(0.1))) for form in (optim.trainable, VECTOR, STACKS)),
     ):
         assert_same(optim.step(each, tp.copy(model), each.init(model), model)[0], want)
     assert tx.init(model).inner_state.layout == tp.layout(model)

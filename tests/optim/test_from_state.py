@@ -12,7 +12,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_close, assert_same, ramp
+from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -126,14 +126,7 @@ def later(state):
     return jax.tree.map(lambda leaf: leaf + np.float32(0.25) if leaf.dtype == jnp.float32 else leaf, state)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        optim.trainable,
-        functools.partial(optim.trainable, form="vector"),
-        functools.partial(optim.trainable, form="stacks"),
-    ],
-)
+@pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 def test_parameters_to_evaluate_at_are_those_of_optax(form):
     model, params = problem()
     evaluated = optim.eval_params(EVALUATE, later(form(FREE, "!mean").init(model)), model)

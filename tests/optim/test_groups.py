@@ -1,6 +1,5 @@
 """groups, report and adjust: a transformation for each part of a model, and the rates of each."""
 
-import functools
 import pickle
 import re
 
@@ -14,11 +13,11 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_close, assert_same, ramp
+from ..zoo import STACKS, assert_close, assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 sgd = optax.inject_hyperparams(optax.sgd)
-forms = pytest.mark.parametrize("form", [optim.trainable, functools.partial(optim.trainable, form="stacks")])
+forms = pytest.mark.parametrize("form", [optim.trainable, STACKS])
 
 
 def _model():
@@ -61,7 +60,7 @@ def test_equals_optax_partition_wherever_it_stands():
         results = []
         for tx in (
             *map(optim.trainable, (plain, *around)),
-            *map(functools.partial(optim.trainable, form="stacks"), around),
+            *map(STACKS, around),
         ):
             _, state = tx.update(tp.copy(model), tx.init(model), model)
             results.append(tx.update(tp.copy(model), state, model)[0])
@@ -171,9 +170,7 @@ def test_muon_for_matrices_of_a_language_model_with_a_tied_head():
     }
     adam, muon = optax.adam(1e-2), optax.contrib.muon(1e-2)
     matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
-    tx = groups(
-        {"embed": adam, matrices: optim.per_leaf(muon)}, adam, form=functools.partial(optim.trainable, form="stacks")
-    )
+    tx = groups({"embed": adam, matrices: optim.per_leaf(muon)}, adam, form=STACKS)
     assert optim.report(tx, model).groups == {
         "body.0.b": "default",
         "body.0.w": "tp.leaves(" + matrices.predicate.__qualname__ + ")",

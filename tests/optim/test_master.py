@@ -1,7 +1,5 @@
 """Wide copies of narrow parameters: each parameter is its copy rounded, and the copies train as Optax trains them."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,17 +10,10 @@ import pytest
 import treeparams as tp
 from treeparams import optim, saving, sharding
 
-from ..zoo import assert_close, assert_same, enable_x64, first_devices, ramp
+from ..zoo import STACKS, VECTOR, assert_close, assert_same, enable_x64, first_devices, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-forms = pytest.mark.parametrize(
-    "form",
-    [
-        optim.trainable,
-        functools.partial(optim.trainable, form="vector"),
-        functools.partial(optim.trainable, form="stacks"),
-    ],
-)
+forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 LOW, HALF = jnp.bfloat16, jnp.float16
 
 
@@ -57,8 +48,8 @@ def _ways():
     clipped = lambda of: optax.chain(optim.clip_by_global_norm(1e9), of(scaled))
     return {
         "tree": (optim.trainable, clipped, False),
-        "vectors": (functools.partial(optim.trainable, form="vector"), plain, True),
-        "stacks in groups": (functools.partial(optim.trainable, form="stacks"), in_groups, False),
+        "vectors": (VECTOR, plain, True),
+        "stacks in groups": (STACKS, in_groups, False),
     }
 
 

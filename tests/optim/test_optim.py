@@ -14,7 +14,7 @@ from treeparams import optim
 
 from .. import zoo
 from ..long import some
-from ..zoo import STRUCTURE_ALONE, ZOO, Specimen, assert_close, assert_same
+from ..zoo import STACKS, STRUCTURE_ALONE, VECTOR, ZOO, Specimen, assert_close, assert_same
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), MOMENTUM)
@@ -23,7 +23,6 @@ BY_ROW = optax.chain(optim.clip_by_global_norm(0.5), BY_LEAF)
 LINE_SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
 trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
 specimens = pytest.mark.parametrize("specimen", trained.values(), ids=trained.keys())
-VECTOR, STACKS = (functools.partial(optim.trainable, form=form) for form in ("vector", "stacks"))
 forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 
 
@@ -164,15 +163,7 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
     def all_ways(params):
         on_params = lambda params: zoo.loss(tp.combine(params, rest))
         after, state = run(optim.trainable(plainly, ("w", "b")), tp.combine(params, rest), zoo.loss)
-        forms = (
-            ()
-            if name in ("masked", "partition")
-            else (
-                optim.trainable,
-                VECTOR,
-                STACKS,
-            )
-        )
+        forms = () if name in ("masked", "partition") else (optim.trainable, VECTOR, STACKS)
         others = [run(around(form), params, on_params)[0] for form in forms]
         return [tp.partition(after, ("w", "b"))[0], *others], state.runs[0], run(plainly, params, on_params)
 
@@ -271,11 +262,7 @@ def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen
 def test_init_refuses_an_alias_of_another_value():
     codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.zeros((3, 2))}
     layout = tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)})
-    for form in (
-        optim.trainable,
-        VECTOR,
-        STACKS,
-    ):
+    for form in (optim.trainable, VECTOR, STACKS):
         tx = form(optax.sgd(0.1), layout)
         match = (
             r"'decoder' is tied to 'encoder', but does not have the value that the tie gives.*tp.tie\(model, layout\)"

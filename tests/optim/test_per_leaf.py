@@ -1,6 +1,5 @@
 """A rule over each leaf by itself: over stacks equal to Optax over the leaves, and refused where it couples them."""
 
-import functools
 import pickle
 
 import equinox as eqx
@@ -14,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_close, assert_same, first_devices, ramp
+from ..zoo import VECTOR, assert_close, assert_same, first_devices, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -168,7 +167,7 @@ def test_the_leading_axis_is_that_of_rows_wherever_the_array_stands():
         tx.init({"b": ramp()})
 
 
-@pytest.mark.parametrize("form", [optim.trainable, functools.partial(optim.trainable, form="vector")])
+@pytest.mark.parametrize("form", [optim.trainable, VECTOR])
 def test_forms_without_rows_refuse_it(form):
     with pytest.raises(ValueError, match=r"optim.per_leaf takes the leading axis of each array for rows"):
         form(optax.chain(optax.clip(1.0), optim.per_leaf(optax.sgd(0.1)))).init({"a": ramp(2, 3)})

@@ -1,7 +1,5 @@
 """States of plain Optax as those of a transformation over models, and back."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_same, ramp
+from ..zoo import STACKS, VECTOR, assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -87,9 +85,7 @@ def test_the_next_steps_are_those_of_optax_and_the_way_back_is_its_state():
         assert_same(again.runs, state.runs)
 
 
-@pytest.mark.parametrize(
-    "form", [functools.partial(optim.trainable, form="vector"), functools.partial(optim.trainable, form="stacks")]
-)
+@pytest.mark.parametrize("form", [VECTOR, STACKS])
 def test_over_a_vector_and_stacks(form):
     model, rule = whole(), optax.adam(0.1)
     made = jax.tree.map(lambda leaf: leaf + 1, rule.init(eqx.filter(model, eqx.is_array)))

@@ -1,7 +1,5 @@
 """`set_trainable(..., reset=where)`: a part begins anew, and the rest does not notice."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,30 +10,23 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_close, assert_same, ramp
+from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-forms = pytest.mark.parametrize(
-    "form",
-    [
-        optim.trainable,
-        functools.partial(optim.trainable, form="vector"),
-        functools.partial(optim.trainable, form="stacks"),
-    ],
-)
+forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 
 FALLING = optax.adamw(optax.exponential_decay(0.1, 1, 0.5), weight_decay=0.5)
 INJECTED = optax.inject_hyperparams(optax.adam)(0.1)
 CASES = {
     "tree": (optim.trainable, FALLING),
-    "vector": (functools.partial(optim.trainable, form="vector"), FALLING),
-    "stacks": (functools.partial(optim.trainable, form="stacks"), FALLING),
+    "vector": (VECTOR, FALLING),
+    "stacks": (STACKS, FALLING),
     "groups": (optim.trainable, optim.groups({"head": FALLING}, default=INJECTED)),
     "stacks in groups": (
-        functools.partial(optim.trainable, form="stacks"),
+        STACKS,
         optim.groups({"body": optim.per_leaf(FALLING)}, default=INJECTED),
     ),
-    "injected rows": (functools.partial(optim.trainable, form="stacks"), optim.per_leaf(INJECTED)),
+    "injected rows": (STACKS, optim.per_leaf(INJECTED)),
 }
 
 

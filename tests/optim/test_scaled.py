@@ -13,17 +13,10 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_close, assert_same, ramp
+from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-forms = pytest.mark.parametrize(
-    "form",
-    [
-        optim.trainable,
-        functools.partial(optim.trainable, form="vector"),
-        functools.partial(optim.trainable, form="stacks"),
-    ],
-)
+forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 
 
 class Language(eqx.Module):
@@ -98,11 +91,7 @@ def test_equals_a_group_for_each_factor(way):
 @forms
 def test_traced_factors_in_one_program_and_their_dtypes(form):
     model = {"low": jnp.ones(3, jnp.bfloat16), "single": jnp.ones(2), "complex": jnp.ones(2, jnp.complex64)}
-    model = (
-        model
-        if form is not functools.partial(optim.trainable, form="vector")
-        else {"low": model["low"], "other": jnp.ones(2, jnp.bfloat16)}
-    )
+    model = model if form is not VECTOR else {"low": model["low"], "other": jnp.ones(2, jnp.bfloat16)}
     name = [*model][-1]
     rule = lambda slow: form(optax.chain(optax.scale(-1.0), optim.scaled({"low": slow, name: 2})))
 

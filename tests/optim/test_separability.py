@@ -1,7 +1,5 @@
 """Whether a rule is right over a vector and over stacks: read from its programs, whatever the numbers in it are."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +10,14 @@ from optax import contrib
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import enable_x64
+from ..zoo import STACKS, VECTOR, enable_x64
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 MODEL = {"a": [jnp.ones((3, 4)), jnp.full((3, 4), 9.0)], "bias": [jnp.ones(4), jnp.full(4, 9.0)], "c": jnp.ones(())}
 FORMS = {
-    "flat": functools.partial(optim.trainable, form="vector"),
-    "stacked": functools.partial(optim.trainable, form="stacks"),
+    "flat": VECTOR,
+    "stacked": STACKS,
 }
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 SHAPES, NAMES = "looks at the shapes of leaves", "uses the names of leaves"

@@ -1,7 +1,6 @@
 """Narrow parameters that steps leave as they were: counted in the state wherever it trains, and named from there."""
 
 import dataclasses
-import functools
 import pickle
 import warnings
 
@@ -15,14 +14,14 @@ import pytest
 import treeparams as tp
 from treeparams import optim, saving
 
-from ..zoo import assert_same
+from ..zoo import VECTOR, assert_same
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 LOW, HALF = jnp.bfloat16, jnp.float16
 SLOW = optax.adam(1e-4)  # below half the spacing at 1
 FORMS = [
     optim.trainable,
-    functools.partial(optim.trainable, form="vector"),
+    VECTOR,
     lambda tx: optim.trainable(optim.per_leaf(tx), form="stacks"),
 ]
 

@@ -17,17 +17,10 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_close, assert_same, flops, ramp
+from ..zoo import STACKS, VECTOR, assert_close, assert_same, flops, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-forms = pytest.mark.parametrize(
-    "form",
-    [
-        optim.trainable,
-        functools.partial(optim.trainable, form="vector"),
-        functools.partial(optim.trainable, form="stacks"),
-    ],
-)
+forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -60,15 +53,8 @@ def made(form, rule, trainable=None):
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [
-        (form, "schedule")
-        for form in (
-            optim.trainable,
-            functools.partial(optim.trainable, form="vector"),
-            functools.partial(optim.trainable, form="stacks"),
-        )
-    ]
-    + [(optim.trainable, "MultiSteps"), (functools.partial(optim.trainable, form="stacks"), "injected")],
+    [(form, "schedule") for form in (optim.trainable, VECTOR, STACKS)]
+    + [(optim.trainable, "MultiSteps"), (STACKS, "injected")],
 )
 def test_frozen_for_50_steps_is_as_if_they_had_not_happened(form, name):
     rule = RULES[name]
@@ -108,7 +94,7 @@ def test_what_is_held_and_what_starts_fresh(form):
 @pytest.mark.parametrize("choice", ["low", "single"])
 def test_a_vector_of_mixed_dtypes_keeps_its_digits(choice):
     model = {"low": jnp.full(3, 1 / 3, jnp.bfloat16), "single": jnp.full(2, 1 / 3)}
-    tx = made(functools.partial(optim.trainable, form="vector"), optax.sgd(0.1, momentum=0.9))
+    tx = made(VECTOR, optax.sgd(0.1, momentum=0.9))
     model, state = _steps(tx, tx.init(model), model, 3)
     there = optim.set_trainable(tx, state, model, choice)
     assert_same(optim.set_trainable(tx, there, model), state)
@@ -169,7 +155,7 @@ def test_rules_that_couple_leaves_see_all_histories(form):
 FALLING = optax.sgd(optax.linear_schedule(0.1, 0.02, 8), momentum=0.5)
 
 
-@pytest.mark.parametrize("form", [optim.trainable, functools.partial(optim.trainable, form="stacks")])
+@pytest.mark.parametrize("form", [optim.trainable, STACKS])
 @hypothesis.settings(deadline=None, max_examples=10, derandomize=True)
 @hypothesis.given(st.lists(st.tuples(st.sets(st.sampled_from("abc"), min_size=1), st.integers(0, 3)), max_size=5))
 def test_any_sequence_of_choices_is_each_leafs_own_run(form, stages):
@@ -268,7 +254,7 @@ def test_in_the_state_of_a_wrapper(form):
         assert_close(optim.step(wrapped, some, around, model)[0], want)
 
 
-@pytest.mark.parametrize("form", [optim.trainable, functools.partial(optim.trainable, form="stacks")])
+@pytest.mark.parametrize("form", [optim.trainable, STACKS])
 def test_groups(form):
     model = _pair()
     rules = {"a": optax.MultiSteps(optax.sgd(0.1), 2), "**": optax.inject_hyperparams(optax.sgd)(0.1)}
@@ -318,7 +304,7 @@ def test_thawing_what_a_class_declares_frozen():
 
 
 def test_lbfgs_refuses_the_change_unless_reset():
-    form, rule = functools.partial(optim.trainable, form="vector"), optax.scale_by_lbfgs(memory_size=2)
+    form, rule = VECTOR, optax.scale_by_lbfgs(memory_size=2)
     model, tx = _pair(), made(form, rule)
     state = tx.init(model)
     assert_same(optim.set_trainable(tx, state, model), state)  # no change
@@ -330,7 +316,7 @@ def test_lbfgs_refuses_the_change_unless_reset():
     assert_same(optim.set_trainable(tx, state, model, "a", reset=True), first.init(model))
 
 
-@pytest.mark.parametrize("form", [optim.trainable, functools.partial(optim.trainable, form="stacks")])
+@pytest.mark.parametrize("form", [optim.trainable, STACKS])
 def test_fresh_leaves_have_fresh_hyperparameters_in_their_dtype(form):
     model = {"low": jnp.ones(2, jnp.bfloat16), "single": jnp.ones(2)}
     rule = optax.inject_hyperparams(optax.adam)(3e-4)

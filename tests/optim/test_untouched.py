@@ -1,6 +1,5 @@
 """Code that adds an update to every leaf: updates of zeros, in place of `None`."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,17 +11,10 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import ramp
+from ..zoo import STACKS, VECTOR, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-forms = pytest.mark.parametrize(
-    "form",
-    [
-        optim.trainable,
-        functools.partial(optim.trainable, form="vector"),
-        functools.partial(optim.trainable, form="stacks"),
-    ],
-)
+forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 SPECIAL = [-0.0, 0.0, np.inf, -np.inf, np.nan, 1.5]
 
 

@@ -17,7 +17,7 @@ from treeparams._slots.layout import index_of
 from treeparams.optim._state import Roles, TrainableState, regrouped, rule_of
 from treeparams.optim._trainable import Rule
 
-from ..zoo import assert_same, ramp
+from ..zoo import STACKS, VECTOR, assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -60,8 +60,8 @@ NAMES = RENAME | {"s": "s"}
 
 FORMS = {
     "tree": optim.trainable,
-    "vector": functools.partial(optim.trainable, form="vector"),
-    "stacks": functools.partial(optim.trainable, form="stacks"),
+    "vector": VECTOR,
+    "stacks": STACKS,
 }
 _matrices = functools.partial(jax.tree.map, lambda x: x.ndim == 2)
 _injected = optax.inject_hyperparams(optax.adam)(0.1)

@@ -12,7 +12,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim, saving
 
-from ..zoo import assert_close, assert_same, ramp
+from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
 from .test_plan import row
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -81,8 +81,8 @@ RULE = optax.adam(0.1)
 _ADAMW = optax.inject_hyperparams(optax.adamw)(0.1, weight_decay=0.01)
 ELEMENTWISE = {
     "clip": (optim.trainable, optax.chain(optim.clip_by_global_norm(1.0), _ADAMW)),
-    "vector": (functools.partial(optim.trainable, form="vector"), _ADAMW),
-    "stacks per leaf": (functools.partial(optim.trainable, form="stacks"), optim.per_leaf(optax.adam(0.1))),
+    "vector": (VECTOR, _ADAMW),
+    "stacks per leaf": (STACKS, optim.per_leaf(optax.adam(0.1))),
 }
 elementwise = pytest.mark.parametrize(("form", "rule"), ELEMENTWISE.values(), ids=ELEMENTWISE.keys())
 
@@ -101,9 +101,7 @@ def test_renamed_it_is_what_it_was(form, rule, tmp_path):
     assert_same(from_file, carried)
 
 
-@pytest.mark.parametrize(
-    "form", [functools.partial(optim.trainable, form="vector"), functools.partial(optim.trainable, form="stacks")]
-)
+@pytest.mark.parametrize("form", [VECTOR, STACKS])
 def test_from_form_to_form(form):
     model = {"a": ramp(2, 2), "b": ramp(3), "c": ramp(2, 2)}
     plan, tree = saving.plan(model, model), taken(fresh(made(optim.trainable, RULE), model))
@@ -115,13 +113,7 @@ def test_from_form_to_form(form):
     moments, there = tree.runs[0][0].mu, other.runs[0][0].mu
     rows = np.stack([moments["a"], moments["c"]])
     joined = np.concatenate([its.ravel() for its in moments.values()])
-    np.testing.assert_array_equal(
-        *(
-            (there, joined)
-            if form is functools.partial(optim.trainable, form="vector")
-            else (there["float32[2,2]"], rows)
-        )
-    )
+    np.testing.assert_array_equal(*((there, joined) if form is VECTOR else (there["float32[2,2]"], rows)))
 
 
 @elementwise
@@ -181,14 +173,14 @@ def test_moments_are_moved_as_they_are(name):
     old = {"v": ramp(3), "w": row(2, 3, start=1) / 7}
     new = {"v": ramp(3), "w": np.asarray(function(jnp.asarray(old["w"])))}
     plan = saving.plan(old, new, transform={"w": function})
-    for form in [optim.trainable, functools.partial(optim.trainable, form="vector")][: 1 + (name in ("rows", "mask"))]:
+    for form in [optim.trainable, VECTOR][: 1 + (name in ("rows", "mask"))]:
         tx = made(form, _BEGINS)
         like = dataclasses.replace(its := fresh(tx, new), runs=((its.runs[0][0], _filled(its.runs[0][1], 0.25)),))
         state = taken(fresh(tx, old))
         carried = plan.state(state, like)
         for find in (lambda run: run[0].mu, lambda run: run[0].nu, lambda run: run[1].sum_of_squares):
             before, after, begun = (find(its.runs[0]) for its in (state, carried, like))
-            if form is functools.partial(optim.trainable, form="vector"):
+            if form is VECTOR:
                 before, after, begun = before[3:].reshape(2, 3), after[3:9].reshape(new["w"].shape), begun[-1]
             else:
                 before, after, begun = before["w"], after["w"], begun["w"].ravel()[0]
@@ -205,10 +197,10 @@ def _filled(tree, value):
 PLAIN = {
     "adam": (optim.trainable, optax.adam(0.1)),
     "schedule": (optim.trainable, optax.sgd(optax.constant_schedule(0.1))),
-    "per leaf": (functools.partial(optim.trainable, form="stacks"), optim.per_leaf(optax.adam(0.1))),
+    "per leaf": (STACKS, optim.per_leaf(optax.adam(0.1))),
     "injected": (optim.trainable, _ADAMW),
-    "vector": (functools.partial(optim.trainable, form="vector"), optax.sgd(0.1, momentum=0.9)),
-    "stacks": (functools.partial(optim.trainable, form="stacks"), optax.adam(0.1)),
+    "vector": (VECTOR, optax.sgd(0.1, momentum=0.9)),
+    "stacks": (STACKS, optax.adam(0.1)),
 }
 LOOK_ALIKES = {
     "one position": ([ramp(2, 2)], ["vector"]),
@@ -255,9 +247,7 @@ def history(form, *choices, steps=2):
     return state
 
 
-@pytest.mark.parametrize(
-    ("form", "steps"), [(optim.trainable, 2), (functools.partial(optim.trainable, form="stacks"), 0)]
-)
+@pytest.mark.parametrize(("form", "steps"), [(optim.trainable, 2), (STACKS, 0)])
 def test_what_waits_waits_afterwards(form, steps, tmp_path):
     """A plan that changes nothing gives the state as it is; thawed, it is what it would have been without a plan."""
     tx, plan = made(form, RULE), saving.plan(MODEL, MODEL)
@@ -280,7 +270,7 @@ def test_what_waits_waits_afterwards(form, steps, tmp_path):
         }
 
 
-@pytest.mark.parametrize("form", [optim.trainable, functools.partial(optim.trainable, form="vector")])
+@pytest.mark.parametrize("form", [optim.trainable, VECTOR])
 def test_parameters_that_wait_are_renamed_moved_and_stepped_around(form):
     tx, new = made(form, RULE), {"c": ramp(3), "w": ramp(2, 2), "x": ramp(3, 2)}
     plan = saving.plan(
@@ -302,7 +292,7 @@ def test_parameters_that_wait_are_renamed_moved_and_stepped_around(form):
         plan.state(history(form, None, "a"), tx.init(new))
 
 
-@pytest.mark.parametrize("form", [optim.trainable, functools.partial(optim.trainable, form="vector")])
+@pytest.mark.parametrize("form", [optim.trainable, VECTOR])
 def test_what_has_no_source_begins_a_history_of_its_own(form):
     tx, new = made(form, RULE), {"a": ramp(2), "inserted": {"b": ramp(2), "w": ramp(2, 2)}, "z": ramp(2)}
     plan = saving.plan(MODEL, new, rename={"b": "z", "c": None}, strict=False)

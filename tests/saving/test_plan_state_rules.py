@@ -12,7 +12,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim, saving
 
-from ..zoo import assert_same, ramp
+from ..zoo import VECTOR, assert_same, ramp
 from .test_plan import row
 from .test_plan_state import MODEL, RULE, fresh, made, taken
 
@@ -32,7 +32,7 @@ def plain(rule, model, steps=2):
 
 PLAIN = {
     "adam": (RULE, optim.trainable),
-    "flat": (RULE, functools.partial(optim.trainable, form="vector")),
+    "flat": (RULE, VECTOR),
     "schedule": (optax.sgd(optax.constant_schedule(0.1)), optim.trainable),
     "steps": (optax.MultiSteps(RULE, 2), optim.trainable),
     "factors": (optax.adafactor(0.1, min_dim_size_to_factor=2), optim.trainable),

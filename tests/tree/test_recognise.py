@@ -21,7 +21,7 @@ import treeparams as tp
 from treeparams import optim, saving
 from treeparams._tree.recognise import _BUCKETS, _PER_BUCKET, _known
 
-from ..zoo import ramp
+from ..zoo import STACKS, VECTOR, ramp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*array is being set as static")
 
@@ -205,11 +205,7 @@ def in_optax(form: Any, kept: Any = None) -> Any:
     return use
 
 
-FORMS = [
-    optim.trainable,
-    functools.partial(optim.trainable, form="vector"),
-    functools.partial(optim.trainable, form="stacks"),
-]
+FORMS = {"tree": optim.trainable, "vector": VECTOR, "stacks": STACKS}
 VERBS = {
     "layout": lambda model: (tp.layout(model).mask, tp.layout(model, "weight").digest),
     "str": lambda model: str(tp.layout(model)),
@@ -226,8 +222,8 @@ VERBS = {
     "summary": lambda model: str(tp.summary(model)),
     "tie": lambda model: tp.tie((model, tp.copy(model)), "1.weight", to="0.weight"),
     "dumps": lambda model: saving.dumps(model),
-    **{f"new {form.__name__}": in_optax(form) for form in FORMS},
-    **{f"kept {form.__name__}": in_optax(form, form(optax.sgd(0.1, momentum=0.9))) for form in FORMS},
+    **{f"new {name}": in_optax(form) for name, form in FORMS.items()},
+    **{f"kept {name}": in_optax(form, form(optax.sgd(0.1, momentum=0.9))) for name, form in FORMS.items()},
 }
 CAPTURE = {
     "closure": lambda marker: lambda: marker,

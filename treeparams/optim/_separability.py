@@ -170,7 +170,7 @@ def _nameless(leaves: Sequence[Any], groups: Mapping[Any, Sequence[int]]) -> _Wa
 
 def _goes_by_name(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, Any]) -> bool:
     """Returns whether a leaf gets another update at its path in the model than without a name."""
-    few = _few_names(layout.paths)
+    few = few_names(layout.paths)
     tree = tree_of(trained_at(layout, [index_of(layout).positions[slot] for slot in few]))
     # Optax makes the hyperparameters of complex leaves complex.
     leaves = [
@@ -206,7 +206,7 @@ def _step_in_words(rule: Extended, way: _Way, leaves: Sequence[Any], extra: Mapp
     return str(program.jaxpr), list(map(id, program.consts))
 
 
-def _few_names(paths: Sequence[str]) -> list[int]:
+def few_names(paths: Sequence[str]) -> list[int]:
     """Returns the leaves whose names are looked at: of many, the first and the last that differ only in numbers."""
     if len(paths) <= _MANY:
         return [*range(len(paths))]

@@ -33,7 +33,7 @@ from ._groups import GroupsState, check_groups, groups_in
 from ._master import MasterState
 from ._per_leaf import check_rows
 from ._scaled import ScaledState, check_names, spread, told
-from ._separability import Known, check_form, couples_late
+from ._separability import Known, check_form, couples_late, few_names
 from ._state import (
     ONE,
     History,
@@ -349,6 +349,8 @@ class Rule:
             )
 
     def _couples_late(self, layout: Layout) -> bool:
+        positions = index_of(layout).positions
+        layout = trained_at(layout, [positions[slot] for slot in few_names(layout.paths)])
         if self.form == "tree":
             like = self.like(layout)
             return couples_late(self.tx, tree_of(layout), like.state, like.division, self._trial)
