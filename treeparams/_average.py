@@ -333,7 +333,7 @@ def _check_shapes(olds: Mapping[str, Any], news: Mapping[str, Any]) -> None:
 
 
 def _next(policy: str, old: Any, new: Any, weights: _Weights) -> Any:
-    """Returns what is at a path of an average after a step, with what the model has there; no slot is there."""
+    """Returns the leaf at a path of an average after a step, from that of the model; no slot is there."""
     if is_ref(old):  # the average writes its own one, and never the one of the model
         own = copy_leaf(old) if old is new else old
         own[...] = _next(policy, value_of(old), value_of(new), weights)

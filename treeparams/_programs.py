@@ -158,7 +158,7 @@ class Walk(Generic[V]):
         return [self.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
     def literal(self, atom: Literal) -> V:
-        """Returns the value of a constant that stands in an operation."""
+        """Returns the value of a constant in an operation."""
         return self.constant(atom.val)
 
     def step(self, eqn: JaxprEqn, its: list[V]) -> Sequence[V]:

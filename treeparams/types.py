@@ -1,4 +1,4 @@
-"""Types for annotations: what functions accept as `trainable`, states of optimisers, and what is printed.
+"""Types for annotations: the argument `trainable`, states of optimisers, and tables that are printed.
 
 accepted  Trainable
 printed   Summary, Diff, Report

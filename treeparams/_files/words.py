@@ -13,7 +13,7 @@ def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
     """Returns whether ties, marks and values are of these arrays; raises any error if they are of another kind.
 
     The checksum of the header says that these are the words that `save` wrote. So this is no defence against a file
-    that was made to do harm; what it says of states is not checked before it is used (`File.understood`).
+    that was made to do harm; words about states are not checked before they are used (`File.understood`).
     """
     ties, values, since = words["ties"], values_in(words), (words.get("message") or {"since": None})["since"]
     names = {*names, *(since["same"] if since else ())}  # a change has not the arrays that stay

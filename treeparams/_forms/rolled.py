@@ -401,7 +401,7 @@ class _Kinds:
 
 
 def _key(value: Any) -> Any:
-    """Returns what two equal parameters of equations have in common; nothing of programs, which are compared apart."""
+    """Returns a key that two equal parameters of equations share; nothing of programs, which are compared apart."""
     if isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
         return None
     if isinstance(value, (tuple, list)):

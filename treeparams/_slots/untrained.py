@@ -43,7 +43,7 @@ def warn_of_floats(structure: Structure) -> None:
 
 
 def refuse_refs(index: Index) -> None:
-    """Raises a `ValueError` if a ref is among what is trained."""
+    """Raises a `ValueError` if a ref is among the trained parameters."""
     refs = [index.structure.paths[i] for i in sorted(index.structure.refs) if index.trained[i]]
     if refs:
         raise ValueError(

@@ -43,7 +43,7 @@ class Difference(NamedTuple):
     nans: tuple[int, int] | None = None  # how many are NaN in the first, and in the second
 
     def in_words(self, one: str = "in the first", other: str = "in the second", root: str = "the root") -> str:
-        """Returns the row as a line of an error message; `one` and `other` say which tree, `root` what has no path."""
+        """Returns the row as a line of an error message; `one` and `other` name the trees, `root` the empty path."""
         where = repr(self.path) if self.path else root
         for side, without in ((one, self.second), (other, self.first)):
             if without == NOTHING and self.what == "structure":

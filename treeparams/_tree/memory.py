@@ -1,4 +1,4 @@
-"""What the library remembers of models that it has met. It decides about warnings alone: no number depends on it.
+"""The memory of models that the library has met. It decides about warnings alone: no number depends on it.
 
 A *fact* is a word about some leaves: that they were one array, that you parted them, that a warning named them. It is
 kept at each node that holds all of these leaves, by the kind of the node. So it is known of every model of that kind,

@@ -78,10 +78,10 @@ def check_form(
         form: the form that it sees.
         words: the name of the function that asks, and the advice if the rule differs.
         extra: arguments that the rule needs, besides `value`, `grad` and `value_fn`.
-        known: what is known of the rule already.
+        known: the facts about the rule so far.
 
     Returns:
-        What is known of it now.
+        The facts about it now.
     """
     kinds = kinds_of(form) if form.is_stacks else ANY
     seen = kinds.union(form.paths)
@@ -266,7 +266,7 @@ def _one_update(
 
 
 def _mark(rounds: Any, update: Value, block: int) -> Any:
-    """Returns the mark of a block's update: what is done to its elements, and those that are not its own."""
+    """Returns the mark of a block's update: the operations on its elements, and the elements of others."""
     if update[0].formula == NO_FORMULA:
         return NO_FORMULA
     return rounds, [(run.formula, None if run.place in (None, block) else (run.place, run.size)) for run in update]
@@ -297,10 +297,10 @@ def _loss(params: PyTree, *_: Any, **__: Any) -> Any:
 
 
 def couples_late(tx: Extended, form: Form, state: PyTree, division: Division, extra: Mapping[str, Any]) -> bool:
-    """Returns whether a rule couples leaves through what it has made of each with values that all of them share.
+    """Returns whether a rule couples leaves through values that it has made of each by a number that all of them share.
 
     An example is a clip after Adam, which divides by a power of the step count. A clip before it couples gradients, and
-    these are what they are, whatever the count.
+    these do not depend on the count.
 
     Args:
         tx: the rule.
@@ -321,7 +321,7 @@ def couples_late(tx: Extended, form: Form, state: PyTree, division: Division, ex
 
 
 class _Late(Marks):
-    """Carries a mark for each leaf, one for values that all share, and one for what couples leaves with these."""
+    """Carries a mark for each leaf, one for values that all share, and one for values that couple leaves with these."""
 
     def __init__(self, leaves: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""set_trainable, adjust: what changes between steps: which parameters train, what begins anew, hyperparameters."""
+"""set_trainable, adjust: changes between steps: which parameters train or begin anew, hyperparameters."""
 
 import dataclasses
 import itertools
@@ -80,8 +80,9 @@ def set_trainable(
 
     Parameters with the same step count, and equal values of all else that `tx` shares between parameters, have one
     history: one run of `tx`. Others have one each, as if each were a group. Further histories cost tracing time, and
-    over a vector a run over the whole of it each. What couples parameters, such as a clip, still sees all of them. It
-    must come before what uses the step count: `optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-3))`. Held
+    over a vector a run over the whole of it each. A transformation that couples parameters, such as a clip, still sees
+    all of them. It must come before those that use the step count, as in
+    `optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-3))`. Held
     states are passed through each step: donate the state, or it is copied (9 ms for 16 MB). To restore such a state
     with Orbax, pickle its structure with it, `jax.eval_shape(lambda: state)`: a fresh `init` has one history.
 

@@ -97,7 +97,7 @@ def trainable(
     the ties for `update`, since inside `jax.jit` arrays no longer show them. Take gradients by `state.layout`. `init`
     sees ties outside of a trace, in `tp.jit(tx.init)`, or if you pass a `Layout`.
 
-    **Three forms.** The rule sees what `tp.partition`, `tp.ravel` or `tp.stack` make of the model:
+    **Three forms.** The rule sees the result of `tp.partition`, `tp.ravel` or `tp.stack`:
 
     - `form="tree"`: the canonical tree, model-shaped, with `None` at aliases and at everything that is not trained. Any
       optimiser is right over it.
@@ -146,7 +146,7 @@ def trainable(
         tx: any Optax transformation or chain. If gradients are partial or you freeze leaves later, it must keep its
             state leaf by leaf.
         trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-        form: what `tx` sees: `"tree"`, `"vector"` or `"stacks"`.
+        form: the tree that `tx` sees: `"tree"`, `"vector"` or `"stacks"`.
         missing: the updates of everything that does not move: `None`, or with `"zeros"` zeros of the leaf's dtype, for
             code that adds an update to every leaf, such as `optax.apply_updates` and Flax's `TrainState`. Integers and
             numbers get zeros too, but not functions, texts and typed keys, to which nothing can be added. A floating
@@ -422,7 +422,7 @@ class Rule:
 
         A rule may couple leaves, by a global norm or a line search. So each history runs over all leaves that have a
         gradient, and only its own leaves are kept of the result; XLA computes nothing for the rest. That is right as
-        long as what is coupled does not depend on step counts, which `check_together` has seen to.
+        long as coupled values do not depend on step counts, which `check_together` has seen to.
         """
         if len(histories) > 1:
             self.check_together(sight.parts.layout)

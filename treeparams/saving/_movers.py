@@ -3,8 +3,8 @@
 A function of parameters is read from its program. It must be linear, with factors of zero and one, and add nothing but
 zeros: then it is a matrix of whole numbers that are not negative, and if each row and each column sums up to at most
 one, it moves elements, each to one place at most. Where a row sums up to zero, no element comes. Of most programs the
-operations tell, and shapes; of others the sums are what the function and its transpose make of ones. Casts are left
-out, so that what is moved keeps its digits.
+operations tell, and shapes; of others the function and its transpose, applied to ones, give the sums. Casts are left
+out, so that elements keep their digits.
 """
 
 import functools
@@ -182,7 +182,7 @@ def _rows(linear: Callable[..., dict[int, Any]], shapes: Mapping[int, tuple[int,
 
 
 class _NotMovedError(Exception):
-    """Raised for what may do something else to elements than move them."""
+    """Raised for an operation that may do something else to elements than move them."""
 
 
 class _Elements(NamedTuple):

@@ -1,6 +1,6 @@
 """Gives a state of an optimiser the histories that a file has, so that the file can be loaded into it.
 
-The rule's `init` says what its states look like. The file says which histories there are, of which parameters, and
+The rule's `init` shows the shape of its states. The file says which histories there are, of which parameters, and
 which of them train. So calls of `optim.set_trainable` before the save need not be repeated, and it does not matter
 which parameters `init` trains: the parts of a state that copy the parameters are made for those of the file.
 """
