@@ -130,7 +130,7 @@ def _shapes_in(state: PyTree) -> dict[Any, tuple[int, ...]]:
 
 
 def _marked(form: Form, i: int, leaf: Any, has_sizes: bool) -> Marked:
-    """Returns a leaf below its number: one row longer if it is joined or the only one, or of a size that is only its."""
+    """Returns a leaf below its number: one row longer if it is joined or alone, or of a size that no other has."""
     more = int(form.blocks[i].length is not None or len(form.blocks) == 1)
     first = [_MARK + i] if has_sizes else [size + more for size in leaf.shape[:1]]
     return Marked(i, jax.ShapeDtypeStruct((*first, *leaf.shape[1:]), leaf.dtype))
