@@ -38,7 +38,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 if os.environ.get("PYTEST_XDIST_WORKER_COUNT") == str(os.cpu_count()) and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))})
 
-import jaxtyping
 import pytest
 
 from . import type_checks
@@ -118,6 +117,5 @@ def standard_promotion():
 @pytest.fixture
 def without_type_checks():
     """As users run the library: without it, the run-time checks of the annotations come before our own errors."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    with type_checks.off():
+        yield
