@@ -1,10 +1,12 @@
 """Moves moments, averages and other arrays that belong to parameters as a plan moves the parameters.
 
 A function of parameters is read from its program. It must be linear, with factors of zero and one, and add nothing but
-zeros: then it is a matrix of whole numbers that are not negative, and if each row and each column sums up to at most
-one, it moves elements, each to one place at most. Where a row sums up to zero, no element comes. Of most programs the
-operations tell, and shapes; of others the sums are what the function and its transpose make of ones. Casts are left
-out, so that what is moved keeps its digits.
+zeros: then it is a matrix of whole numbers, none of them negative. It moves elements, each to one place at most, if no
+row and no column of the matrix sums up to more than one; where a row sums up to zero, no element comes. If each
+operation moves elements of whole arrays that nothing else uses, this holds for any of their shapes. For other functions
+the sums are what the function, and its transpose, make of ones.
+
+The function that was read is applied to what belongs to the parameters. Casts are left out, so that digits are kept.
 """
 
 import functools
@@ -170,11 +172,12 @@ def _places_in(route: Route, specs: Sequence[Spec]) -> dict[int, _Places]:
 
 def _rows(linear: Callable[..., dict[int, Any]], shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Any]:
     """Returns the sums of the rows for each result, if none of them and no sum of a column is more than one."""
+    # A sum in bfloat16 is exact, or more than one.
     total = sum(map(math.prod, shapes.values()))
     if total >= 2**31:
         raise _NotMovedError(f"is of {total:,} elements, and does more than use each array once, as a whole")
-    ones = {i: np.ones(shape, np.float32) for i, shape in shapes.items()}
-    rows, transposed = jax.vjp(lambda ones: linear(ones, np.float32), ones)
+    ones = {i: np.ones(shape, jnp.bfloat16) for i, shape in shapes.items()}
+    rows, transposed = jax.vjp(lambda ones: linear(ones, jnp.bfloat16), ones)
     (columns,) = transposed(jax.tree.map(jnp.ones_like, rows))
     if not all(jnp.max(each, initial=0) <= 1 for each in [*rows.values(), *columns.values()]):
         raise _NotMovedError("changes or repeats them")
