@@ -1,10 +1,13 @@
 """Moves moments, averages and other arrays that belong to parameters as a plan moves the parameters.
 
 A function of parameters is read from its program. It must be linear, with factors of zero and one, and add nothing but
-zeros: then it is a matrix of whole numbers that are not negative, and if each row and each column sums up to at most
-one, it moves elements, each to one place at most. Where a row sums up to zero, no element comes. Of most programs the
-operations tell, and shapes; of others the function and its transpose, applied to ones, give the sums. Casts are left
-out, so that elements keep their digits.
+zeros: then it is a matrix of whole numbers, none of them negative. It moves elements, each to one place at most, if no
+row and no column of the matrix sums up to more than one; where a row sums up to zero, no element comes. If each
+operation moves elements of whole arrays that nothing else uses, this holds for any of their shapes. For other functions
+the function and its transpose, applied to ones, give the sums.
+
+The function that was read is applied to the arrays that belong to the parameters. Casts are left out, so that these
+keep their digits.
 """
 
 import functools
