@@ -95,7 +95,7 @@ class Compared:
 jtu.register_pytree_with_keys(
     Compared,
     lambda node: ([(node.key, node.leaf)], node.key),
-    lambda key, leaves: Compared(leaves[0], key),
+    lambda key, leaves: Compared(next(iter(leaves)), key),
     lambda node: ([node.leaf], node.key),
 )
 
