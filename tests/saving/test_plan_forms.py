@@ -183,8 +183,9 @@ def test_a_parameter_that_begins_is_as_one_that_is_thawed(tmp_path):
     new = old | {"d": ramp(2, 3), "w": ramp(2, 3)}
     update, part = jax.jit(tx.update, donate_argnums=1), jax.jit(tx.update)
     fresh = tx.init(new)
-    thawed = optim.set_trainable(tx, optim.set_trainable(tx, fresh, new, ("x", "y"), reset=True), new)
-    made = saving.plan(old, new, strict=False).state(tx.init(old), fresh)
+    begun = part(old, optim.set_trainable(tx, fresh, new, ("x", "y"), reset=True), new)[1]
+    thawed = optim.set_trainable(tx, begun, new)
+    made = saving.plan(old, new, strict=False).state(part(old, tx.init(old), old)[1], fresh)
     assert made.roles.running == thawed.roles.running
     states = [optim.adjust(each, learning_rate=0.5) for each in (made, thawed)]
     found = [update(new, jax.tree.map(jnp.copy, each), new) for each in states]  # one is donated

@@ -297,7 +297,8 @@ def test_what_has_no_source_begins_a_history_of_its_own(form):
     tx, new = made(form, RULE), {"a": ramp(2), "inserted": {"b": ramp(2), "w": ramp(2, 2)}, "z": ramp(2)}
     plan = saving.plan(MODEL, new, rename={"b": "z", "c": None}, strict=False)
     carried = plan.state(taken(fresh(tx, MODEL), 4), fresh(tx, new))
-    like = optim.set_trainable(tx, optim.set_trainable(tx, fresh(tx, new), new, ("a", "z"), reset=True), new)
+    both = taken(optim.set_trainable(tx, fresh(tx, new), new, ("a", "z"), reset=True), 4)
+    like = optim.set_trainable(tx, both, new)
     assert jax.tree.structure(carried) == jax.tree.structure(like)
     assert [int(count) for count in carried.counts] == [4, 0]
     assert_same(carried.runs[1], like.runs[1])
