@@ -34,8 +34,8 @@ def _switch(function: Any, typechecker: Any) -> Any:
     replaced = [] if "<locals>" in function.__qualname__ else [either]  # those within others must not live on in a list
     made: list[Any] = []
 
-    # At the first call, since it takes a millisecond for each function, and there are thousands. From then on the checks
-    # are the function itself: with one more call in between, tests of what reads programs take 7% longer.
+    # At the first call, since it takes a millisecond for each function, and there are thousands. From then on the
+    # checks are the function itself: with a call in between, tests of functions that read programs take 7% longer.
     def checked() -> Any:
         made or made.append(typechecker(function))
         code, defaults = made[0].__code__, made[0].__kwdefaults__
