@@ -76,7 +76,7 @@ print(json.dumps({"few": few | {"layout, first time": first} | of_optim(), "many
 LIMITS = {"layout, first time": 240, "grad": 60, "ravel": 56, "partition": 44}
 LIMITS |= {"update, tree": 80, "update, vector": 104, "update, stacks": 150}
 LIMITS |= {f"jit of {name}": 90 for name in ("state", "Ema", "Rest")}
-OF_OPTIM = {"update": 55, "step": 85, "set_trainable": 250, "first init, vector": 4200, "first init, stacks": 5250}
+OF_OPTIM = {"update": 55, "step": 85, "set_trainable": 250, "first init, vector": 9200, "first init, stacks": 9200}
 
 
 @pytest.fixture(scope="module")
