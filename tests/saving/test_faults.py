@@ -207,7 +207,7 @@ def lying(path, good, change):
     path.write_bytes(len(text).to_bytes(8, "little") + text + good[0][good[1] :])
 
 
-STATE = {"slots": [], "running": [], "held": [], "origins": []}
+STATE = {"slots": [], "running": [], "held": []}
 division = lambda words: words["states"]["state"]["divisions"][0]
 LIES = {
     "no words": lambda words: "",
@@ -255,7 +255,6 @@ LIES = {
     "a state of nothing": lambda words: words["states"].update(state=STATE),
     "a state without slots": lambda words: words["states"]["state"].pop("slots") and None,
     "slots of a number": lambda words: words["states"]["state"].update(slots=[5]),
-    "origins too few": lambda words: words["states"]["state"].update(origins=[]),
     "no divisions": lambda words: words["states"]["state"].pop("divisions") and None,
     "divisions too few": lambda words: words["states"]["state"].update(divisions=[]),
     "a division of nothing": lambda words: words["states"]["state"].update(divisions=[{}]),

@@ -89,7 +89,7 @@ def test_rules_that_cannot_be(rules, options, message):
         (optim.trainable(ADAM), "tree", SPLIT, {}, "expected an Optax optimiser"),
         (RULES["muon"], "vector", SPLIT, {}, 'use form="stacks" with optim.per_leaf, or form="tree"'),
         (RULES["muon"], "stacks", MIXED, {}, r"inside optim\.per_leaf"),
-        (optax.lbfgs(), "tree", SPLIT, {}, r"calls the loss itself \(a line search\), use optim\.flat"),
+        (optax.lbfgs(), "tree", SPLIT, {}, r"calls the loss itself \(a line search\), use optim\.trainable"),
         (ADAM, "tree", SPLIT, {"loss_takes": "x"}, 'loss_takes must be "model" or "form", got \'x\''),
         (ADAM, "tree", SPLIT, {"microbatches": 0}, "microbatches must be a whole number of pieces, at least 1, got 0"),
         (ADAM, "tree", SPLIT, {"average": 2.0}, "decay must be between 0 and 1, got 2.0"),

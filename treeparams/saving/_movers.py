@@ -235,6 +235,8 @@ class _Linear(Walk[Any]):
             raise _NotMovedError("changes or repeats them")
         if Kind.SAME in kind or name in ("convert_element_type", "reduce_precision"):
             return its
+        if name == "mul" and np.all(its[own.index(False)] == 1) and operands[own.index(True)].shape == made[0].shape:
+            return [its[own.index(True)]]
         # What is not floating are places, and what chooses between arrays.
         pairs = zip(operands, its, strict=True)
         values = [self._elements(it, Kind.PRODUCT in kind) if is_floating(aval) else it for aval, it in pairs]
