@@ -169,7 +169,7 @@ class Ema(eqx.Module, Generic[M]):
             debias: if `True`, the initial values have no weight: the result averages the updates alone, as in Adam's
                 correction by `1 - decay**count`. Before the first update it equals the model.
             warmup: if `True`, the decay starts low: `min(decay, (1 + count) / (10 + count))`.
-            buffers: the policy for integers, bools, keys and frozen arrays; see `tp.ema`. in a step, Python
+            buffers: the policy for integers, bools, keys and frozen arrays; see `tp.ema`. In a step, Python
                 numbers must be equal to those of the model, or kept.
             trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         """

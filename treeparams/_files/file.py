@@ -158,16 +158,16 @@ def _neighbours(names: list[str], arrays: Mapping[str, Stored]) -> Iterator[list
 
 
 _TRUST = "; reading one can run any code, so treeparams does not. If you trust it, convert it once"
-_TORCH = (
-    f'is a pickle, as PyTorch writes it{_TRUST} with PyTorch: arrays = torch.load(path, map_location="cpu", '
-    "weights_only=True), of a checkpoint of several parts the part with the weights, and then "
-    "safetensors.torch.save_file({name: array.contiguous().clone() for name, array in arrays.items()}, "
+_BY_TORCH = (
+    ", and then safetensors.torch.save_file({name: array.contiguous().clone() for name, array in arrays.items()}, "
     '"model.safetensors")'
 )
+_TORCH = (
+    f'is a pickle, as PyTorch writes it{_TRUST} with PyTorch: arrays = torch.load(path, map_location="cpu", '
+    f"weights_only=True), of a checkpoint of several parts the part with the weights{_BY_TORCH}"
+)
 _TORCH_SCRIPT = (
-    f"is a program of TorchScript{_TRUST} with PyTorch: arrays = torch.jit.load(path).state_dict(), and then "
-    "safetensors.torch.save_file({name: array.contiguous().clone() for name, array in arrays.items()}, "
-    '"model.safetensors")'
+    f"is a program of TorchScript{_TRUST} with PyTorch: arrays = torch.jit.load(path).state_dict(){_BY_TORCH}"
 )
 _PICKLE = f"is a pickle{_TRUST}: with open(path, 'rb') as file: saving.save(\"model.safetensors\", pickle.load(file))"
 _SAVEZ = "was written by np.savez; use np.load(path) as source: saving.plan(np.load(path), model)"

@@ -300,10 +300,8 @@ class Rule:
 
     def fresh(self, parts: Parts[Any]) -> PyTree:
         """Returns a fresh state of the inner rule."""
-        form, words = (
-            self.form_of(parts.layout),
-            (f'form="{self.form}"', INSTEAD.get(str(self.form), INSTEAD["vector"])),
-        )
+        form = self.form_of(parts.layout)
+        words = f'form="{self.form}"', INSTEAD.get(str(self.form), INSTEAD["vector"])
         self._right_for = check_form(self.tx, parts.layout, form, words, self._trial, self._right_for)
         run = self.tx.init(form.holding(parts.slots))
         check_run(run, parts)

@@ -88,7 +88,6 @@ class Before:
 
     at: Entries  # where it is in the state
     copies: Copies
-    origin: int
     steps: int
     waits: bool
 
@@ -171,7 +170,7 @@ def _of_words(source: Names, words: Mapping[str, Any]) -> list[Before]:
         copies = Copies({each: specs[each].shape for each in paths}, arrays, division_in(words, number, arrays))
         copies.check()
         steps = _steps(source[f"counts.{number}"])
-        found.append(Before(split_path(path), copies, number, steps, waits=side == "held"))
+        found.append(Before(split_path(path), copies, steps, waits=side == "held"))
     return found
 
 
@@ -209,7 +208,7 @@ def _of_plain(movers: Movers, source: Names, tx: object) -> Before:
     arrays: Mapping[Entries, Any] = collections.ChainMap(cast(Any, Arrays(source)), numbers)
     tree = _tree_of(movers.specs, {entry for entries in arrays for entry in entries})
     history = known_history(tx, arrays, look_up(structure_of(tree)[2], None)[0])
-    return Before((), history.copies, 0, int(history.count), waits=False)
+    return Before((), history.copies, int(history.count), waits=False)
 
 
 def _tree_of(specs: Mapping[str, Spec], written: Set[str]) -> PyTree:

@@ -49,7 +49,7 @@ class Contents:
         self.leaves = [leaves[i] if i not in self._refs else value_of(leaves[i]) for i in range(len(leaves))]
         ties = find_ties(structure) if trainable is None else look_up(structure, trainable)[1].ties
         # Identity ties trained parameters, and nothing else: any other array is written and read at its own path.
-        apart = self.in_states if trainable is not None else self.in_states | self.frozen
+        apart = self.in_states | (self.frozen if ties and trainable is None else frozenset())
         self.aliases = {each.leaf: each for each in ties if each.is_said or apart.isdisjoint(each[:2])}
         arrays = [i for i, spec in enumerate(structure.specs) if spec is not None]
         self.names = {i: name_of(structure.paths[i]) for i in arrays}
@@ -127,6 +127,11 @@ class Contents:
     def states(self) -> dict[str, TrainableState]:
         """The states of `optim.trainable` and similar functions, by path."""
         return self._of_class(TrainableState)
+
+    @functools.cached_property
+    def states_in_words(self) -> dict[str, dict[str, Any]]:
+        """These states in the words of a file, by path."""
+        return {path: state_in_words(state) for path, state in self.states.items()}
 
     @property
     def ways_back(self) -> dict[str, Restructure[Any]]:

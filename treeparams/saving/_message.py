@@ -203,7 +203,8 @@ def _check_version(received: Message, have: Version | None) -> None:
 def _tree_of(received: Message, have: Any) -> Any:
     """Returns the tree that a message makes from another tree."""
     if received.since is None:
-        have = with_histories(have, received.words["states"], received.specs)
+        with received.understood():
+            have = with_histories(have, received.words["states"], received.specs)
     contents = Contents(have)
     known, said = contents.aliases, received.words["layout"]
     if received.since is not None:

@@ -15,7 +15,7 @@ from .._tree.refs import value_of
 from .._tree.structure import is_array
 from .._tree.text import first_few
 from .._tree.types import PyTree
-from ._contents import Contents, state_in_words
+from ._contents import Contents
 from ._rename import Rename, Transforms, routes
 
 
@@ -115,17 +115,18 @@ def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
 
 def names_of_contents(contents: Contents) -> Names:
     """Returns the names of a tree that was taken apart."""
-    computed = [contents.names[i] for i, alias in contents.aliases.items() if alias.transforms]
+    computed = {contents.names[i] for i, alias in contents.aliases.items() if alias.transforms}
     leaves = {name: i for i, name in contents.names.items() if name not in computed}
     specs = {name: contents.spec(i) for name, i in leaves.items()}
     aliases = {alias: source for alias, (source, transforms) in contents.ties.items() if not transforms}
-    states = {path: state_in_words(state) for path, state in contents.states.items()}
     paths = contents.structure.paths
     numbers = {name_of(paths[i]): contents.leaves[i] for i in contents.values}
     # What another program restored is of plain containers, whatever classes it was saved from.
     is_plain = all(node.cls in (dict, list, tuple) for node in contents.structure.nodes)
     marks = None if is_plain else contents.structure.unkeyed
-    return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, states, numbers, marks, computed)
+    return Names(
+        specs, lambda name: contents.leaves[leaves[name]], aliases, contents.states_in_words, numbers, marks, computed
+    )
 
 
 def names(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,32 +18,19 @@ from ._before import Before, Source, labelled_in, members_in, unlabelled
 from ._movers import Movers
 
 
-class Home(NamedTuple):
-    """The history that new parameters continue: the number of its origin, its steps, and whether it waits."""
-
-    origin: int
-    steps: int
-    waits: bool
-
-    @classmethod
-    def of(cls, history: Before) -> "Home":
-        """Returns the home that an old history gives."""
-        return cls(history.origin, history.steps, history.waits)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moving:
     """An old state on its way into that of the new model, like a fresh one.
 
     Attributes:
-        homes: the history that each new parameter continues; `None` for a new one.
+        homes: the old history that each new parameter continues; `None` for a new one.
         groups: the groups of the fresh state.
     """
 
     movers: Movers
     before: Source
     fresh: Copies
-    homes: dict[str, Home | None]
+    homes: dict[str, Before | None]
     groups: Sequence[Group]
 
     def reads(self, path: str) -> list[tuple[str, Before]]:
@@ -98,7 +85,7 @@ class Moving:
 
     # -- Of all parameters of a history, or of those of a group
 
-    def shared(self, home: Home | None, paths: Sequence[str], entries: Entries) -> Any:
+    def shared(self, home: Before | None, paths: Sequence[str], entries: Entries) -> Any:
         """Returns an array that the parameters of a history share; an array of a group is that of their old group."""
         if home is None:
             # New parameters begin with the rates that were set, as after optim.set_trainable.
@@ -108,13 +95,12 @@ class Moving:
                 if found:
                     return found[0][0].copies.shared(found[0][1])
             return _with_values(self.fresh.arrays[entries], join_path(entries))
-        olds = [history for history in self.before.histories if Home.of(history) == home]
         found = self._in_groups(paths, entries)
         if not found:
-            found = self._by_name(olds[0], entries)
+            found = self._by_name(home, entries)
             if not found and self._is_of_none(paths, entries):
                 return _with_values(self.fresh.arrays[entries], join_path(entries))
-        (history, its), *others = found or [(olds[0], entries)]
+        (history, its), *others = found or [(home, entries)]
         array = history.copies.shared(its)
         for history, other in others:
             if other != its and not np.array_equal(array, history.copies.shared(other), equal_nan=True):

@@ -85,11 +85,10 @@ class Plan(Generic[M]):
         does not train are left out.
 
         A function of the plan may move elements, drop and join them, cast them, and put zeros in their place or
-        between them, by a constant mask, `x * mask`, or by padding. `state` finds this out with numbers that the
-        function must move, which takes about a second for ten million elements. Moments are moved in the same way, in
-        their own dtypes. The state of a zero is the one it has in `like`, as if all its gradients had been zero. A
-        function that computes new values, such as the mean of two layers, is an error, because moments do not follow
-        from it.
+        between them, by a constant mask, `x * mask`, or by padding. `state` reads this from its program. Moments are
+        moved in the same way, in their own dtypes. The state of a zero is the one it has in `like`, as if all its
+        gradients had been zero. A function that computes new values, such as the mean of two layers, is an error,
+        because moments do not follow from it.
 
         >>> import jax.numpy as jnp, optax
         >>> from treeparams import optim, saving

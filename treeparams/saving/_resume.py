@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 
-from .._files.names import split_name
+from .._files.names import is_below, split_name
 from .._files.words import histories_in, specs_in
 from .._forms.makers import tree_of
 from .._forms.owners import Division, Entries, Owners
@@ -24,7 +24,7 @@ from .._slots.index import Index
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.ties import Alias
 from .._tree.dtypes import is_inexact
-from .._tree.paths import key_entries, split_path, unquote
+from .._tree.paths import join_path, key_entries, split_path, unquote
 from .._tree.structure import Spec, is_array
 from .._tree.types import PyTree
 from ..optim._state import Roles, TrainableState
@@ -42,12 +42,11 @@ def with_histories(tree: PyTree, states: Mapping[str, Any], specs: Mapping[str, 
     nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_state)
     if not any(_is_state(node) for _, node in nodes):
         return tree
-    stored = {split_name(name): spec for name, spec in specs.items()}
     made = list[Any]()
     for keys, node in nodes:
-        at = key_entries(keys)
-        words = states.get(".".join(at)) if _is_state(node) else None
-        made.append(node if words is None else _with_histories(node, words, _below(stored, at)))
+        path = join_path(key_entries(keys))
+        words = states.get(path) if _is_state(node) else None
+        made.append(node if words is None else _with_histories(node, words, specs, path))
     return jtu.tree_unflatten(treedef, made)
 
 
@@ -55,13 +54,15 @@ def _is_state(node: object) -> bool:
     return isinstance(node, TrainableState)
 
 
-def _below(stored: Stored, at: Entries) -> Stored:
-    return {entries[len(at) :]: spec for entries, spec in stored.items() if entries[: len(at)] == at}
+def _below(specs: Mapping[str, Spec], path: str) -> Stored:
+    depth = len(split_path(path))
+    return {split_name(name)[depth:]: spec for name, spec in specs.items() if not path or is_below(name, path)}
 
 
-def _with_histories(state: TrainableState, words: Mapping[str, Any], stored: Stored) -> TrainableState:
+def _with_histories(
+    state: TrainableState, words: Mapping[str, Any], specs: Mapping[str, Spec], path: str
+) -> TrainableState:
     roles, structure, here = state.roles, index_of(state.layout).structure, state_in_words(state)
-    whole = _tied(state, words)
     known = dict(zip(structure.paths, structure.specs, strict=True))
     if together(here) == together(words) or not specs_in(words).items() <= known.items():
         return state
@@ -69,11 +70,12 @@ def _with_histories(state: TrainableState, words: Mapping[str, Any], stored: Sto
     run, positions, division = max(runs, key=lambda each: len(each[1]), default=(None, (), None))
     if division is None or division.problem or form_of(here) != form_of(words):
         return state
+    whole, start = _tied(state, words), f"{path}." if path else ""
     sides: dict[str, list[Any]] = {"runs": [], "held": []}
     places: dict[str, list[Any]] = {"runs": [], "held": []}
     divisions = list[Division]()
     for number, history in enumerate(histories_in(words)):
-        its = _below(stored, split_path(history.path))
+        its = _below(specs, start + history.path)
         owners = dict(zip(its, division_in(words, number, its).owners, strict=True))
         leaves = tuple([structure.index[path] for path in history.parameters])
         both = trained_at(state.layout, positions), trained_at(whole, leaves)
@@ -84,7 +86,7 @@ def _with_histories(state: TrainableState, words: Mapping[str, Any], stored: Sto
     layout = trained_at(whole, [leaf for leaves in places["runs"] for leaf in leaves])
     counts = tuple([jax.ShapeDtypeStruct((), np.dtype("int32")) for _ in divisions])
     roles = Roles(layout, tuple(places["runs"]), tuple(places["held"]), tuple(divisions))
-    still = stored.get(("still",))
+    still = specs.get(f"{start}still")
     return dataclasses.replace(
         state,
         runs=tuple(sides["runs"]),

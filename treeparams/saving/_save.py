@@ -21,7 +21,7 @@ from .._tree.paths import join_path
 from .._tree.text import first_lines, function_name
 from .._tree.types import PyTree
 from ..optim._state import ModelTransformation
-from ._contents import Contents, places_in_words, state_in_words
+from ._contents import Contents, places_in_words
 from ._opaque import lost_arrays
 from ._resume import with_histories
 from ._unlike import unlike_joined, unlike_leaves, unlike_nodes, unlike_states, unlike_ties
@@ -118,7 +118,7 @@ def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, An
     words = {
         "layout": layout,
         "ties": contents.ties,
-        "states": {path: state_in_words(state) for path, state in contents.states.items()},
+        "states": contents.states_in_words,
         "restructures": {path: places_in_words(each) for path, each in contents.ways_back.items()},
         "frozen": [name for name, i in contents.stored.items() if i in frozen],
         "values": values,
@@ -281,8 +281,8 @@ def filled(
 def leaves_in(contents: Contents, file: File) -> dict[str, int]:
     """Returns the leaves by their names in the file, in which the histories of a state may have another order."""
     theirs: dict[str, str] = {}  # by the path of each history in the tree
-    for path, state in contents.states.items():
-        here, there = (_paths_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
+    for path, words in contents.states_in_words.items():
+        here, there = (_paths_of(each, path) for each in (words, file.words["states"].get(path)))
         for paths, ours in here.items():
             theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
     leaves = {name_of(path): i for i, path in enumerate(contents.structure.paths)}

@@ -2,9 +2,9 @@
 
 A state has several histories if parameters were frozen and thawed. Each history is a state of the rule for parameters
 that have taken the same steps, and some of them wait. The new histories differ from the old ones. Each new parameter
-continues the history of the parameters that it is made from, or waits with it (`_homes`). Old histories with the same
-origin that have taken the same steps become one again. Parameters that nothing comes to begin a new history. The arrays
-of a new history are made piece by piece (`Moving`), where `regroup` would use the pieces unchanged.
+continues the history of the parameters that it is made from, or waits with it (`_homes`). Parameters
+that nothing comes to begin a new history. The arrays of a new history are made piece by piece (`Moving`), where
+`regroup` would use the pieces unchanged.
 """
 
 import functools
@@ -27,15 +27,16 @@ from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from ..optim._groups import groups_in
 from ..optim._state import Roles, TrainableState, in_own_buffers
-from ._before import Source, histories_before, unlabelled
+from ._before import Before, Source, histories_before, unlabelled
 from ._movers import Movers
-from ._pieces import Home, Moving
+from ._pieces import Moving
 
 
 class _History(NamedTuple):
-    """A history of the new model."""
+    """A history of the new model: the steps it has taken, and whether it waits."""
 
-    home: Home
+    steps: int
+    waits: bool
     paths: list[str]
     run: PyTree
     division: Division
@@ -56,11 +57,11 @@ def carried_state(movers: Movers, source: Names, like: TrainableState, tx: objec
     _check_memory(moving, like)
     _check_lost(moving)
     histories = list[_History]()
-    for home in [*dict.fromkeys(Home.of(each) for each in before.histories), None]:
-        paths = [path for path, its in homes.items() if its == home]
+    for home in [*before.histories, None]:
+        paths = [path for path, its in homes.items() if its is home]
         if paths:
             run, division = _run_of(like, moving, home, paths)
-            histories.append(_History(home or Home(len(before.histories), 0, False), paths, run, division))
+            histories.append(_History(home.steps if home else 0, home is not None and home.waits, paths, run, division))
     return _state_of(like, histories)
 
 
@@ -74,13 +75,13 @@ def _fresh(like: TrainableState) -> Copies:
     return fresh
 
 
-def _homes(movers: Movers, before: Source, paths: Sequence[str]) -> dict[str, Home | None]:
+def _homes(movers: Movers, before: Source, paths: Sequence[str]) -> dict[str, Before | None]:
     """Returns the history that each parameter continues; `None` for a new one."""
-    homes: dict[str, Home | None] = {}
+    homes: dict[str, Before | None] = {}
     for path in paths:
         known = any(name in before.of for name in movers.sources(path))
         sources = {name: before.of.get(name) for name in movers.reads(path)} if known else {}
-        found = {name: Home.of(its[1]) if its else None for name, its in sources.items()}
+        found = {name: its[1] if its else None for name, its in sources.items()}
         distinct = list(dict.fromkeys(found.values()))
         if len(distinct) > 1:
             raise ValueError(_no_home(path, found))
@@ -88,7 +89,7 @@ def _homes(movers: Movers, before: Source, paths: Sequence[str]) -> dict[str, Ho
     return homes
 
 
-def _no_home(path: str, found: dict[str, Home | None]) -> str:
+def _no_home(path: str, found: dict[str, Before | None]) -> str:
     if len({home.waits for home in found.values() if home}) > 1:
         sides = [f"{name!r} {'waits' if home and home.waits else 'trains'}" for name, home in found.items()]
         return (
@@ -155,7 +156,7 @@ def _check_lost(moving: Moving) -> None:
         raise ValueError(f"the state has {first_few(lost)}, for which the fresh one has no place: {why}")
 
 
-def _run_of(like: TrainableState, moving: Moving, home: Home | None, paths: Sequence[str]) -> tuple[PyTree, Division]:
+def _run_of(like: TrainableState, moving: Moving, home: Before | None, paths: Sequence[str]) -> tuple[PyTree, Division]:
     """Returns a state of the rule, and its division.
 
     Only the rule knows the state that it keeps for some of the parameters, and there is no rule here to ask. So the
@@ -184,14 +185,14 @@ def _as(like: Array | jax.ShapeDtypeStruct, array: Array, name: str, shape: tupl
 def _state_of(like: TrainableState, histories: Sequence[_History]) -> TrainableState:
     """Returns the state of these histories, the oldest first, as after `optim.set_trainable`."""
     leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
-    running = sorted([each for each in histories if not each.home.waits], key=lambda history: -history.home.steps)
-    held = [each for each in histories if each.home.waits]
+    running = sorted([each for each in histories if not each.waits], key=lambda history: -history.steps)
+    held = [each for each in histories if each.waits]
     both = [*running, *held]
     trains, waits = (
         tuple([tuple([leaves[path] for path in history.paths]) for history in side]) for side in (running, held)
     )
     layout = trained_at(like.layout, [leaf for at in trains for leaf in at]) if held else like.layout
     roles = Roles(layout, trains, waits, tuple([history.division for history in both]))
-    counts = tuple([jnp.asarray(history.home.steps, jnp.int32) for history in both])
+    counts = tuple([jnp.asarray(history.steps, jnp.int32) for history in both])
     runs, waiting = (tuple([history.run for history in side]) for side in (running, held))
     return in_own_buffers(TrainableState(runs, waiting, counts, roles, jax.tree.map(jnp.zeros_like, like.still)))

@@ -16,7 +16,7 @@ from .._files.words import histories_in, specs_in, values_in
 from .._slots.layout import index_of
 from .._tree.paths import join_path, nearest
 from .._tree.text import describe, first_few, quoted
-from ._contents import Contents, places_in_words, state_in_words
+from ._contents import Contents, places_in_words
 from ._resume import form_of, together
 
 _ARRAYS_ALONE = "; saving.plan(path, tree)(path) loads only the arrays of the file, no numbers"
@@ -159,9 +159,9 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
 
 
 def unlike_states(contents: Contents, file: File) -> Iterator[str]:
-    """Yields a sentence for each state with other histories, with the calls that make one that fits."""
+    """Yields a sentence for each state of another kind, form or rule, with the calls that make one that fits."""
     for path, state in contents.states.items():
-        here, there = state_in_words(state), file.words["states"].get(path)
+        here, there = contents.states_in_words[path], file.words["states"].get(path)
         if there is None:
             yield from _unlike_optax(path, here, file)
             continue
@@ -214,8 +214,8 @@ def unlike_joined(contents: Contents, file: File) -> Iterator[str]:
             if ours != theirs:
                 yield f"in the form that {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
                 break
-    for path, state in contents.states.items():
-        here, there = (_pieces_in(words) for words in (state_in_words(state), file.words["states"].get(path)))
+    for path, words in contents.states_in_words.items():
+        here, there = (_pieces_in(each) for each in (words, file.words["states"].get(path)))
         for at, pieces in here.items():
             pairs = itertools.zip_longest(pieces, there.get(at, pieces), fillvalue="none")
             ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
