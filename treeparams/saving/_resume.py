@@ -198,10 +198,17 @@ class _History:
 
 def form_of(words: Mapping[str, Any]) -> str:
     """Returns the form of a state, as `optim.trainable` calls it."""
-    blocks = [block for each in words["divisions"] for block in each["blocks"]]
-    if any(has_rows for _, _, has_rows in blocks):
-        return "stacks"
-    return "vector" if any(starts for _, starts, _ in blocks) else "tree"
+    # The key of a joined array tells: that of a stack has a shape, and a vector has none, or a dtype alone. Its pieces
+    # do not, since a vector of scalars is cut into rows too.
+    keys = set[Entries]()
+    for said in words["divisions"]:
+        for name, (_, before, after, axis) in said["owners"].items():
+            if axis is not None:
+                entries = split_path(name)
+                keys.add(entries[before : len(entries) - after])
+    if not keys:
+        return "tree"
+    return "stacks" if all(key and key[-1].endswith(']"') for key in keys) else "vector"
 
 
 def together(words: Mapping[str, Any]) -> tuple[dict[str, Spec], set[tuple[str, ...]]]:
