@@ -23,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 def page():
     """The names that the code of the page makes."""
     with jax.numpy_dtype_promotion("standard"):
-        return types.SimpleNamespace(**run(PAGE)[0])
+        namespace, blocks = run(PAGE)
+    assert any(block.shown for block in blocks)
+    return types.SimpleNamespace(**namespace)
 
 
 def assert_same(ported, by_hand):
