@@ -236,9 +236,10 @@ def steps() -> None:
     tx = optim.trainable(optim.groups({"encoder": optax.inject_hyperparams(optax.sgd)(0.1)}, default=optax.sgd(0.1)))
     state = assert_type(optim.adjust(tx.init(model), "encoder", learning_rate=0.2), tp.types.TrainableState)
     assert_type(optim.report(tx, model, state), tp.types.Report)
-    tx = optim.trainable(optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2), form="vector")
+    steps = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2)
+    tx = optim.trainable(steps, form="vector")
     assert_type(tx.init(model), tp.types.TrainableState)
-    plain = optim.to_optax(tx, tx.init(model), eqx.filter(model, eqx.is_inexact_array))
+    plain = optim.to_optax(tx, tx.init(model), steps.init(eqx.filter(model, eqx.is_inexact_array)))
     assert_type(optim.from_optax(tx, plain, model), tp.types.TrainableState)
     assert_type(optim.eval_params(lambda _, params: params, tx.init(model), model), Codec)
     chosen: tp.types.Trainable = "encoder"

@@ -36,6 +36,13 @@ class Piece(NamedTuple):
     owners: Owners
     number: int  # of the parameter among the owners
 
+    def shape_alone(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the piece as a rule keeps it for a leaf of this shape."""
+        axis, whole = self.owners.axis, tuple(self.array.shape)
+        if axis is None:
+            return whole
+        return whole[:axis] + whole[axis + 1 :] if self.owners.has_rows else shape
+
     def alone(self, shape: tuple[int, ...]) -> Any:
         """Returns the piece as a rule keeps it for a leaf of this shape."""
         axis = self.owners.axis

@@ -1,12 +1,14 @@
 """from_optax, to_optax: convert a state of plain Optax to one of a transformation over models, and back.
 
-Plain Optax over a tree of arrays keeps its copies of that tree at the same paths as over the canonical tree, where the
-latter has arrays. So the array at a place of a parameter's state has the same path in both. The difference is that
-plain Optax has an array for each place of a tie, and one for each frozen array.
+An array of a state has a name of two parts: the parameter that it belongs to, if it belongs to one, and the entries of
+its path without the parameter's own. Programs freeze and group parameters by wrappers, which put more entries into
+these. So the arrays of a parameter are matched by their entries without wrappers, in order, and arrays that parameters
+share, such as step counts, by the wrappers in which their parameters were found to be (`_matched`).
 """
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,63 +18,58 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._forms.makers import tree_of
-from .._forms.owners import Entries, Place
-from .._forms.states import entries_of
+from .._forms.owners import Entries, Owners, Place
+from .._forms.states import Piece, entries_of, joined
 from .._slots.index import Index
-from .._slots.layout import Layout, index_of, trained_at
+from .._slots.layout import index_of
 from .._slots.ties import Alias
 from .._tree.dtypes import in_dtype
-from .._tree.paths import join_path, split_path
-from .._tree.recognise import structure_of
-from .._tree.structure import is_array
+from .._tree.paths import join_path, key_entries, quote, split_path
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
-from ._state import (
-    History,
-    ModelTransformation,
-    TrainableState,
-    asked,
-    extended,
-    in_own_buffers,
-    model_state,
-    nodes_of,
-    regrouped,
-    rule_of,
-    settled,
-    steady,
-)
+from ._groups import groups_in
+from ._per_leaf import PerLeafState
+from ._state import History, TrainableState, in_own_buffers, model_state, nodes_of, rule_of, settled, steady
 
 _COUNTS = {("count",), ("gradient_step",)}  # how the paths of numbers of steps end
+_OTHER = "it was made by another transformation, or for another model"
+
+Name = tuple[Entries, str | None]
+"""The entries of an array without those of its parameter, and the parameter; `None` if parameters share it."""
+Places = dict[Entries, Alias | None]
+"""Where plain Optax has the arrays of one name: at each place of a tie."""
 
 
-# -- From Optax --------------------------------------------------------------------------------------------------------
+# -- From Optax and to it ----------------------------------------------------------------------------------------------
 
 
 def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState:
     """Converts a state of plain Optax to one of a transformation over models, to continue a run with this library.
 
-    >>> import equinox as eqx, jax, jax.numpy as jnp, optax, treeparams as tp
+    >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
-    >>> mlp, adam = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)), optax.adam(1e-3)
-    >>> theirs = adam.init(eqx.filter(mlp, eqx.is_array))  # as a program without this library has it
-    >>> tx = optim.trainable(adam, "!layers.0")
-    >>> state = optim.from_optax(tx, theirs, mlp)
-    >>> state.layout.paths, state.runs[0][0].mu.layers[1].weight is theirs[0].mu.layers[1].weight
-    (('layers.1.weight', 'layers.1.bias'), True)
+    >>> model, adam = {"embed": jnp.ones((3, 2)), "head": jnp.ones(2)}, optax.adam(1e-3)
+    >>> labels = {"embed": "freeze", "head": "train"}
+    >>> theirs = optax.partition({"train": adam, "freeze": optax.set_to_zero()}, labels).init(model)
+    >>> tx = optim.trainable(adam, "!embed")
+    >>> state = optim.from_optax(tx, theirs, model)
+    >>> state.runs[0][0].mu["head"] is theirs.inner_states["train"].inner_state[0].mu["head"]
+    True
 
-    The next steps are those that Optax would have taken, bit for bit, with its step counts and hyperparameters. The
-    state of frozen parameters, and of integers, is dropped. A tied parameter has an array at each of its places in
+    The next steps are those that Optax would have taken, bit for bit, with its step counts and hyperparameters, in any
+    form: in stacks, Muon, LAMB and Adafactor go into the rows of `optim.per_leaf`. **Arrays are matched by their
+    parameters**, so it does not matter by which wrappers the program froze parameters (`optax.masked`,
+    `optax.partition`, `optax.transforms.freeze`, a `set_to_zero` in the chain). One optimiser may become several
+    groups. Groups may have other labels, or become one if their counts and hyperparameters are equal.
+
+    The state of frozen parameters, and of integers, is dropped. A tied parameter has an array at each of its places in
     Optax's state: they must be equal. For complex parameters Optax must have received the conjugates of JAX's
     gradients.
 
     Args:
-        tx: an `optim.trainable(...)` around the optimiser that made the
-            state.
+        tx: an `optim.trainable(...)` around the optimiser that made the state.
         optax_state: its state, over the model or over any part of it that contains the trained parameters, such as
-            `eqx.filter(model, eqx.is_inexact_array)`. It may be a tree of NumPy arrays with the same paths. If a mask
-            or `optax.partition` was around the optimiser, pass the inner state,
-            `state.inner_states["train"].inner_state`.
+            `eqx.filter(model, eqx.is_inexact_array)`. It may be a tree of NumPy arrays with the same paths.
         model: the model as it is now.
 
     Returns:
@@ -80,8 +77,8 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
 
     Raises:
         ValueError: the state lacks arrays that `tx` keeps, or has more, or other shapes or dtypes, or other values at
-            two places of a tie; it is traced; it contains L-BFGS, which remembers all parameters together, and some of
-            them are frozen, tied or in another form; otherwise as `tx.init`.
+            two places of a tie, or in groups that are one in `tx`; it is traced; it contains L-BFGS, which remembers
+            all parameters together, and some of them are frozen, tied or in another form; otherwise as `tx.init`.
         TypeError: `tx` is plain Optax; otherwise as `tx.init`.
     """
     rule = rule_of(tx)
@@ -93,181 +90,54 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
     fresh = rule.init(model)
     if not fresh.runs:
         return fresh
-    layout = fresh.layout
-    tree = History(layout, *asked(rule.tx.init, tree_of(layout)))
-    plain = _history_of(tree, given)
-    _check_memory(tree, given, is_tree=jtu.tree_structure(tree.state) == jtu.tree_structure(fresh.runs[0]))
-    run = steady(regrouped([plain], rule.like(layout)), fresh.runs[0])
-    made = dataclasses.replace(fresh, runs=(run,), counts=(jnp.asarray(plain.count, jnp.int32),))
-    return in_own_buffers(made, jax.tree.leaves(model))
-
-
-def _history_of(tree: History, given: Mapping[Entries, Any]) -> History:
-    """Returns a state of plain Optax as a history over the canonical tree, with the largest step count in it."""
-    state = jtu.tree_unflatten(jtu.tree_structure(tree.state), _arrays_for(tree, given))
-    count = max([int(np.max(given[entries])) for entries in given if entries[-1:] in _COUNTS], default=0)
-    return dataclasses.replace(tree, state=state, count=count)
-
-
-def known_history(tx: object, given: Mapping[Entries, Any], layout: Layout) -> History:
-    """Returns a state of plain Optax as a history of those parameters of a layout for which it has arrays."""
-    init = rule_of(tx).tx.init if isinstance(tx, ModelTransformation) else extended(tx).init
-    tree = History(layout, *asked(init, tree_of(layout)))
-    own = {(place, path): entries for (place, path), (entries, *_) in _owned_by_path(tree)}
-    kept = {path for _, path in own}
-    known = {path for (_, path), entries in own.items() if entries in given}
-    leaf_at = dict(zip(layout.paths, index_of(layout).positions, strict=True))
-    if known and known < kept:  # the others were frozen, or masked
-        layout = trained_at(layout, [leaf for path, leaf in leaf_at.items() if path in known or path not in kept])
-        tree = History(layout, *asked(init, tree_of(layout)))
-    return _history_of(tree, given)
-
-
-def _owned_by_path(tree: History) -> Iterable[Any]:
-    """Returns the arrays of parameters, which must be at their paths: numbers in a list may be those of others."""
-    tree.copies.check()
-    for (place, path), found in tree.copies.at.items():
-        if found[0] != (*place[0], *split_path(path), *place[1]):
-            raise ValueError(
-                f"the optimiser keeps an array of {path!r} at {join_path(found[0])!r}, by a number and not by its "
-                "path, so the old model is needed to find its parameter; first write state = "
-                "optim.from_optax(tx, state, model) with the old model"
-            )
-    return tree.copies.at.items()
-
-
-def _arrays_for(tree: History, given: Mapping[Entries, Any]) -> list[Any]:
-    """Returns the arrays of a state over the canonical tree, from one over a whole tree that has no further arrays."""
-    index, owned = index_of(tree.layout), list(tree.copies.owned())
-    leaf_at, taken = dict(zip(tree.layout.paths, index.positions, strict=True)), set[Entries]()
-    found: list[Any] = []
-    for entries, owners in owned:
-        names = {entries: None}
-        if owners is not None:
-            its = _places_of(index, leaf_at[owners.paths[0]])
-            names = {_at(owners.place, index, alias.leaf): alias for alias in its}
-        here = {name: alias for name, alias in names.items() if name in given}
-        taken.update(here)
-        has_value = any(alias is None or not alias.transforms for alias in here.values())
-        found.append(_one_of(index, given, here) if has_value else None)
-    shapes = list(tree.copies.arrays.items())
-    missing = [join_path(entries) for (entries, _), array in zip(shapes, found, strict=True) if array is None]
-    rest = [name for name in given if name not in taken]
-    if missing:
-        raise ValueError(
-            f"the state has nothing at {first_few(missing)}, where the transformation keeps an array, but has "
-            f"{first_few(list(map(join_path, rest))) or 'nothing else'}: it was made by another transformation, or "
-            "over a tree of other paths than eqx.filter(model, eqx.is_array)"
-        )
-    for (entries, want), array in zip(shapes, found, strict=True):
-        _check_kind(entries, want, array)
-    places = {owners.place for _, owners in owned if owners is not None}
-    _check_rest(index, places, rest)
-    return found
-
-
-def _places_of(index: Index, leaf: int) -> list[Alias]:
-    """Returns the source of a tie and its aliases, those with a transform last; for an untied parameter only itself."""
-    return [Alias(leaf, leaf, ()), *sorted(index.aliases.get(leaf, ()), key=lambda alias: bool(alias.transforms))]
-
-
-def _at(place: Place, index: Index, leaf: int) -> Entries:
-    """Returns the path of the array at this place in the state of a parameter."""
-    return (*place[0], *index.structure.entries[leaf], *place[1])
-
-
-def _one_of(index: Index, given: Mapping[Entries, Any], here: Mapping[Entries, Alias | None]) -> Any:
-    """Returns the array at the places of a tie, which must be equal."""
-    (first, source), *others = here.items()
-    array = jnp.asarray(given[first])
-    for name, alias in others:
-        if source is None or alias is None:
-            continue
-        like = alias.value_from(array, index.structure.spec(alias.source))
-        if like.shape != jnp.shape(given[name]) or not np.array_equal(like, given[name], equal_nan=True):
-            paths = index.structure.paths
-            raise ValueError(
-                f"{paths[alias.leaf]!r} is tied to {paths[source.leaf]!r}, and the state has other values at "
-                f"{join_path(name)!r} than at {join_path(first)!r}: plain Optax has trained them apart. Untie them, "
-                "tp.untie(model), or begin with tx.init(model)"
-            )
-    return array
-
-
-def _check_kind(entries: Entries, want: Any, array: Any) -> None:
-    if (array.shape, array.dtype) != (want.shape, want.dtype):
-        raise ValueError(
-            f"the state has {describe(array)} at {join_path(entries)!r}, where the transformation keeps "
-            f"{describe(want)}: it was made by another transformation, or for another model"
-        )
-
-
-def _check_rest(index: Index, places: Set[Place], rest: Iterable[Entries]) -> None:
-    """Refuses arrays that do not belong to a frozen array of the model."""
-    entries = index.structure.entries
-    known = {_at(place, index, leaf) for place in places for leaf in range(len(entries)) if leaf not in index.by_leaf}
-    leaf_at = {own: leaf for leaf, own in enumerate(entries)}
-    lost = [join_path(name) for name in rest if name not in known and not _is_of_untrained(index, leaf_at, name)]
-    if lost:
-        raise ValueError(
-            f"the state has {first_few(lost)}, for which the transformation has no place: it was made by another "
-            "transformation, or for another model"
-        )
-
-
-def _is_of_untrained(index: Index, leaf_at: Mapping[Entries, int], name: Entries) -> bool:
-    """Returns whether an array belongs to a frozen leaf, at a place that no trained one has, as in a separate group.
-
-    In a list, positions of a chain may be paths of parameters, too. So the longest path in the name counts, and the
-    last.
-    """
-    spans = [(stop - start, start) for start in range(len(name)) for stop in range(start + 1, len(name) + 1)]
-    size, start = max([span for span in spans if name[span[1] : sum(span)] in leaf_at], default=(0, 0))
-    return size > 0 and leaf_at[name[start : start + size]] not in index.by_leaf and name[-1:] not in _COUNTS
-
-
-def _check_memory(tree: History, given: Mapping[Entries, Any], *, is_tree: bool) -> None:
-    """Refuses L-BFGS except for the same parameters in the same form."""
-    if nodes_of(optax.ScaleByLBFGSState, tree.state) and not (is_tree and len(given) == len(tree.copies.arrays)):
+    (history,) = rule.histories(fresh)
+    is_whole = rule.form == "tree" and len(given) == len(history.copies.arrays)
+    if nodes_of(optax.ScaleByLBFGSState, fresh.runs) and not is_whole:
         raise ValueError(
             "L-BFGS remembers steps of all parameters together, in one form: you can convert its state only for "
             "optim.trainable, if all of them train and none is tied; begin with tx.init(model)"
         )
+    index, own, shapes = index_of(fresh.layout), _own_names(history), history.copies.shapes
+    theirs = _of(_their_names(index, own, given), shapes)
+    empty = {quote(group.name) for group in groups_in(fresh.runs) if not group.paths}
+    found = _matched(own, theirs, [name for name in own if not empty.isdisjoint(name[0])])
+    arrays = {name: _one_of(index, given, theirs[name]) for its in found.values() for name in its}
+    run = jtu.tree_unflatten(jtu.tree_structure(fresh.runs[0]), _arrays_for(history, own, found, arrays))
+    steps = [np.max(array) for (entries, path), array in arrays.items() if path is None and entries[-1:] in _COUNTS]
+    count = jnp.asarray(max(map(int, steps), default=0), jnp.int32)
+    made = dataclasses.replace(fresh, runs=(steady(run, fresh.runs[0]),), counts=(count,))
+    return in_own_buffers(made, jax.tree.leaves(model))
 
 
-# -- To Optax ----------------------------------------------------------------------------------------------------------
-
-
-def to_optax(tx: object, state: PyTree, params: PyTree) -> PyTree:
+def to_optax(tx: object, state: PyTree, like: PyTree) -> PyTree:
     """Converts a state of a transformation over models to one of plain Optax: the inverse of `optim.from_optax`.
 
     >>> import equinox as eqx, jax, optax
     >>> from treeparams import optim
     >>> mlp, adam = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)), optax.adam(1e-3)
     >>> tx = optim.trainable(adam)
-    >>> theirs = optim.to_optax(tx, tx.init(mlp), eqx.filter(mlp, eqx.is_array))
+    >>> theirs = optim.to_optax(tx, tx.init(mlp), adam.init(eqx.filter(mlp, eqx.is_array)))
     >>> theirs[0].mu.layers[0].weight.shape
     (4, 2)
 
     Args:
         tx: the transformation over models that made the state.
         state: its state, or that of a chain or wrapper around it.
-        params: the tree that plain Optax will continue with, such as `eqx.filter(model, eqx.is_inexact_array)`: only
-            arrays, at the paths of the model.
+        like: a fresh state of plain Optax, of the optimiser and the tree that it will continue with, such as
+            `optax.adam(1e-3).init(eqx.filter(model, eqx.is_inexact_array))`. Its wrappers and groups may differ from
+            those of `tx`, as in `optim.from_optax`.
 
     Returns:
-        The state of the optimiser inside `tx`, as if you had made it over `params`. It has the moments of a tied
-        parameter at all of its places, through the transform of an alias that has one. For a frozen parameter it has
-        the state that `tx` held, or else a fresh one. Since there is one step count, Adam's first steps are too long
-        for it.
+        The state, in the structure of `like`. It has the moments of a tied parameter at all of its places, through the
+        transform of an alias that has one. For a frozen parameter it has the moments that the state holds, or else
+        those of `like`. Since there is one step count, Adam's first steps are too long for it.
 
     Raises:
-        ValueError: trained parameters have taken different numbers of steps, as after `optim.set_trainable`; `params`
-            is of another model; the state is of another transformation.
-        TypeError: `tx` is plain Optax; `params` has functions or texts in it.
+        ValueError: trained parameters have taken different numbers of steps, as after `optim.set_trainable`; `like` is
+            of another model or optimiser; the state is of another transformation.
+        TypeError: `tx` is plain Optax.
     """
-    rule = rule_of(tx)
-    ours = model_state(state)
+    rule, ours = rule_of(tx), model_state(state)
     histories = rule.histories(ours)
     running, held = histories[: len(ours.runs)], histories[len(ours.runs) :]
     if len(running) > 1:
@@ -276,47 +146,242 @@ def to_optax(tx: object, state: PyTree, params: PyTree) -> PyTree:
             f"parameters have not taken their steps together ({'; '.join(steps)}), and plain Optax has one count for "
             "all of them; begin with its own init"
         )
-    known = _known_in(params, ours.layout)
-    fresh = settled(rule.tx.init(params))
-    found = dict(entries_of(fresh))
-    shared = [(entries, history.copies.shared(entries)) for history in running for entries in history.copies.common]
-    trained = [each for history in running for each in _as_plain(history, known)]
-    lost = [join_path(entries) for entries, _ in [*shared, *trained] if entries not in found]
+    index, fresh = index_of(ours.layout), settled(like)
+    names, found = [_own_names(history) for history in (*held, *running)], entries_of(fresh)
+    theirs = _their_names(index, {name: place for each in names for name, place in each.items()}, found)
+    for history, own in zip((*held, *running), names, strict=True):
+        wanted = _of(theirs, history.copies.shapes)
+        if history in held:  # its numbers are those of the histories that train
+            wanted = {name: its for name, its in wanted.items() if name[1] is not None}
+            own = {name: place for name, place in own.items() if place is not None}
+        arrays = {name: _own_array(history, name, place) for name, place in own.items()}
+        for name, sources in _matched(wanted, own).items():
+            array = _same(sources, arrays)
+            for entries, alias in wanted[name].items():
+                there = alias.value_from(array, index.structure.spec(alias.source)) if alias else array
+                want = found[entries]
+                found[entries] = _checked(name, in_dtype(there, want.dtype), want, want.shape)
+    return in_own_buffers(jtu.tree_unflatten(jtu.tree_structure(fresh), found.values()))
+
+
+# -- Names -------------------------------------------------------------------------------------------------------------
+
+
+def _own_names(history: History) -> dict[Name, Place | None]:
+    """Returns the names in a state of a transformation over models, with the place of each parameter's piece.
+
+    `optim.per_leaf` keeps a state for each parameter, so there even a count belongs to one.
+    """
+    nodes = jtu.tree_flatten_with_path(history.state, is_leaf=lambda node: isinstance(node, PerLeafState))[0]
+    rows = {(*key_entries(keys), "states") for keys, node in nodes if isinstance(node, PerLeafState)}
+    names: dict[Name, Place | None] = {}
+    for entries, owners in history.copies.owned():
+        if owners is None:
+            names[entries, None] = None
+        else:
+            before, after = owners.place
+            name = (*(before[:-1] if before in rows else before), *after)
+            names |= {(name, path): owners.place for path in owners.paths}
+    return names
+
+
+def _their_names(index: Index, own: Mapping[Name, Place | None], given: Iterable[Entries]) -> dict[Name, Places]:
+    """Returns the names in a state of plain Optax, and where the arrays of each are."""
+    leaves, paths = {own: leaf for leaf, own in enumerate(index.structure.entries)}, index.structure.paths
+    known, common = ({_bare(name) for name, path in own if (path is None) == is_shared} for is_shared in (False, True))
+    # In plain Optax, arrays of a parameter end with its path, but for a rule that keeps a node for each.
+    ends = {(), *[place[1] for name, place in own.items() if place and name[0] == place[0] + place[1]]}
+    names = collections.defaultdict[Name, Places](dict)
+    for entries in given:
+        spans = [(start, stop) for start in range(len(entries) + 1) for stop in range(start, len(entries) + 1)]
+        # In a list, positions of a chain may be paths of parameters, too: the longest counts, and the last.
+        best = (-1, False, -1)
+        for start, stop in spans:
+            leaf, before, after = leaves.get(entries[start:stop]), entries[:start], entries[stop:]
+            if leaf is None or after not in ends:
+                continue
+            is_known = _bare(before + after) in known
+            # A frozen one may be in a group of its own, whose rule keeps other arrays.
+            if is_known or (leaf not in index.by_leaf and stop > start and not after and _bare(entries) not in common):
+                best = max(best, (stop - start, after != (), start))
+        length, _, start = best
+        leaf = leaves[entries[start : start + length]] if length >= 0 else None
+        if leaf is None:
+            names[entries, None][entries] = None
+        else:
+            source = index.sources.get(leaf, leaf)
+            alias = next((each for each in index.aliases.get(source, ()) if each.leaf == leaf), Alias(leaf, leaf, ()))
+            names[entries[:start] + entries[start + length :], paths[source]][entries] = alias
+    return dict(names)
+
+
+def _bare(entries: Entries) -> Entries:
+    """Returns entries without those of wrappers: positions in a chain, and the fields of masks and groups."""
+    wrappers = {"inner_state", "inner_states"}
+    labels = {i + 1 for i, entry in enumerate(entries) if entry == "inner_states"}
+    return tuple([each for i, each in enumerate(entries) if not (each in wrappers or each.isdigit() or i in labels)])
+
+
+def _of(names: Mapping[Name, Places], paths: Container[object]) -> dict[Name, Places]:
+    """Returns the names for these parameters, without the shared ones of wrappers around others alone."""
+    wrappers = lambda entries: [entries[: i + 1] for i, entry in enumerate(entries) if entry == "inner_state"]
+    around: dict[bool, set[Entries]] = {True: set(), False: set()}
+    for entries, path in names:
+        around[path in paths].update(wrappers(entries) if path is not None else ())
+    alone = around[False] - around[True]
+    return {
+        (entries, path): its
+        for (entries, path), its in names.items()
+        if (path in paths if path is not None else alone.isdisjoint(wrappers(entries)))
+    }
+
+
+# -- Matching ----------------------------------------------------------------------------------------------------------
+
+
+def _matched(
+    wanted: Collection[Name], have: Collection[Name], optional: Collection[Name] = ()
+) -> dict[Name, list[Name]]:
+    """Returns, for each array that is wanted, those of the other state that it comes from; several must be equal."""
+    found, heads = dict[Name, list[Name]](), collections.defaultdict[Any, dict[Entries, None]](dict)
+    here, there = _by_bare(wanted), _by_bare(have)
+    for (bare, path), names in here.items():
+        others = there.get((bare, path), [])
+        if path is None or len(names) != len(others):
+            continue
+        for name, other in zip(names, others, strict=True):
+            found[name, path] = [(other, path)]
+            for head, its in _heads(name, other):
+                heads[path, head][its] = heads[None, head][its] = None
+    shared, alike = ({_bare(name): [] for name, _ in wanted} for _ in range(2))  # by their names without wrappers
+    for name, path in have:
+        for each in (alike, shared) if path is None else (alike,):
+            each.setdefault(_bare(name), []).append((name, path))
+    for name, path in [each for each in wanted if each not in found]:
+        others = (shared if path is not None else alike)[_bare(name)]
+        for end in reversed(range(len(name))):  # the innermost node around arrays of its parameters decides
+            moved = {(*head, *name[end:]) for head in heads[path, name[:end]]}
+            if its := [each for each in others if each[0] in moved]:
+                found[name, path] = its
+                break
+    used = {each for its in found.values() for each in its}
+    for (bare, path), names in here.items():
+        names = [name for name in names if (name, path) not in found]
+        others = [each for each in (alike if path is None else shared)[bare] if bare and each not in used]
+        for i, name in enumerate(names):
+            its = [each for each in others if each[0] == name]
+            if its := its or (others[i : i + 1] if len(others) == len(names) else others):
+                found[name, path] = its
+    _check_all(found, wanted, have, optional)
+    return found
+
+
+def _by_bare(names: Iterable[Name]) -> dict[Name, list[Entries]]:
+    """Returns the entries of arrays by their names without wrappers, in order."""
+    found = collections.defaultdict[Name, list[Entries]](list)
+    for name, path in names:
+        found[_bare(name), path].append(name)
+    return found
+
+
+def _heads(name: Entries, other: Entries) -> Iterator[tuple[Entries, Entries]]:
+    """Yields the nodes of two states around one array, the innermost first, as long as they are called alike."""
+    while name and other and name[-1] == other[-1]:
+        name, other = name[:-1], other[:-1]
+        yield name, other
+
+
+def _check_all(
+    found: Mapping[Name, list[Name]], wanted: Iterable[Name], have: Iterable[Name], optional: Collection[Name]
+) -> None:
+    """Refuses arrays that are missing, and those for which there is no place."""
+    used = {each for its in found.values() for each in its}
+    missing = [_text(name) for name in wanted if name not in found and name not in optional]
+    lost = [_text(name) for name in have if name not in used]
+    if missing:
+        raise ValueError(
+            f"the state has nothing at {first_few(missing)}, where the other one keeps an array, but has "
+            f"{first_few(lost) or 'nothing else'}: it was made by another transformation, or over a tree of other "
+            "paths than eqx.filter(model, eqx.is_array)"
+        )
     if lost:
-        raise ValueError(f"the state has {first_few(lost)}, for which plain Optax over params has no place")
-    for entries, array in [*(each for history in held for each in _as_plain(history, known)), *shared, *trained]:
-        if entries in found:
-            like = found[entries]
-            array = in_dtype(array, like.dtype)
-            _check_kind(entries, like, array)
-            found[entries] = array
-    return in_own_buffers(jtu.tree_unflatten(jtu.tree_structure(fresh), found.values()), jax.tree.leaves(params))
+        raise ValueError(f"the state has {first_few(lost)}, for which the other one has no place: {_OTHER}")
 
 
-def _known_in(params: PyTree, layout: Layout) -> Set[str]:
-    """Returns the paths of a tree for plain Optax, which must contain all trained parameters."""
-    structure = structure_of(params)[2]
-    for leaf, path in zip(jax.tree.leaves(params), structure.paths, strict=True):
-        if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
-            raise TypeError(
-                f"expected the tree of arrays that plain Optax accepts, as eqx.filter(model, eqx.is_array); got "
-                f"{describe(leaf)} at {path!r}"
+# -- Arrays ------------------------------------------------------------------------------------------------------------
+
+
+def _own_array(history: History, name: Name, place: Place | None) -> Any:
+    """Returns the array of a name as a rule keeps it for one leaf."""
+    copies, (entries, path) = history.copies, name
+    if place is None or path is None:
+        return copies.shared(entries)
+    return copies.piece(place, path).alone(copies.shapes[path])
+
+
+def _arrays_for(
+    history: History, own: Mapping[Name, Place | None], found: Mapping[Name, list[Name]], arrays: Mapping[Name, Any]
+) -> list[Any]:
+    """Returns the arrays of a history in its form, from those of plain Optax."""
+    copies, slots = history.copies, {slot.path: slot for slot in history.layout.slots}
+    names = {(place, name[1]): name for name, place in own.items()}
+
+    def piece(place: Place, path: str) -> Piece:
+        its, name, shape = copies.piece(place, path), names[place, path], slots[path].shape
+        if name not in found:
+            return its
+        # One vector of several dtypes has the widest of them.
+        want = its.shape_alone(shape)
+        is_wider = its.owners.axis is not None and not its.owners.has_rows
+        array = _checked(name, _same(found[name], arrays), its.array, want, slots[path].dtype if is_wider else None)
+        return Piece(array, Owners((path,), place, None, (), False), 0)
+
+    def shared(entries: Entries) -> Any:
+        its, like = found.get((entries, None)), copies.shared(entries)
+        return _checked((entries, None), _same(its, arrays), like, like.shape) if its else like
+
+    return joined(copies, piece, shared)
+
+
+def _same(names: Sequence[Name], arrays: Mapping[Name, Any]) -> Any:
+    """Returns the array of these names, which must be equal."""
+    first, *others = names
+    for other in others:
+        if not np.array_equal(arrays[first], arrays[other], equal_nan=True):
+            raise ValueError(
+                f"the state has other values at {_text(first)!r} than at {_text(other)!r}, which would become one "
+                "array: these groups have not run alike, so keep them apart, optim.groups({...}), or begin anew"
             )
-    for slot in layout.slots:
-        spec = structure.specs[structure.index[slot.path]] if slot.path in structure.index else None
-        if spec is None or spec.shape != slot.shape:
-            raise ValueError(f"expected {describe(slot)} at {slot.path!r} of params, got {spec and describe(spec)}")
-    return structure.index.keys()
+    return arrays[first]
 
 
-def _as_plain(history: History, known: Set[str]) -> Iterator[tuple[Entries, Any]]:
-    """Yields the arrays of a history's parameters, with their paths in a state of plain Optax over known paths."""
-    index, copies = index_of(history.layout), history.copies
-    there = {leaf for leaf, path in enumerate(index.structure.paths) if path in known}
-    leaf_at = dict(zip(history.layout.paths, index.positions, strict=True))
-    for place, path in copies.at:
-        spec = index.structure.spec(leaf_at[path])
-        array = copies.piece(place, path).alone(spec.shape)
-        for alias in _places_of(index, leaf_at[path]):
-            if alias.leaf in there:
-                yield _at(place, index, alias.leaf), alias.value_from(array, spec)
+def _one_of(index: Index, given: Mapping[Entries, Any], places: Places) -> Any:
+    """Returns the array at the places of a tie, which must be equal."""
+    (first, source), *others = sorted(places.items(), key=lambda each: bool(each[1] and each[1].transforms))
+    array = jnp.asarray(given[first])
+    for entries, alias in others:
+        if source is None or alias is None:
+            continue
+        like = alias.value_from(array, index.structure.spec(alias.source))
+        if like.shape != jnp.shape(given[entries]) or not np.array_equal(like, given[entries], equal_nan=True):
+            paths = index.structure.paths
+            raise ValueError(
+                f"{paths[alias.leaf]!r} is tied to {paths[source.leaf]!r}, and the state has other values at "
+                f"{join_path(entries)!r} than at {join_path(first)!r}: plain Optax has trained them apart. Untie them, "
+                "tp.untie(model), or begin with tx.init(model)"
+            )
+    return array
+
+
+def _checked(name: Name, array: Any, like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """Returns the array, of this shape, and of the dtype of another one or of this one."""
+    if (array.shape, True) != (shape, array.dtype in (like.dtype, dtype)):
+        raise ValueError(
+            f"the state has {describe(array)} at {_text(name)!r}, where the transformation keeps "
+            f"{describe(jax.ShapeDtypeStruct(shape, like.dtype))}: {_OTHER}"
+        )
+    return array
+
+
+def _text(name: Name) -> str:
+    return join_path((*name[0], *split_path(name[1] or "")))

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Set
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -19,14 +19,9 @@ from .._files.names import Names, is_below, key_of, name_of, split_name
 from .._files.words import histories_in, specs_in
 from .._forms.owners import Entries, Owners, Place
 from .._forms.states import Copies, Piece
-from .._slots.trainable import look_up
 from .._tree.dtypes import Array
-from .._tree.paths import join_path, nearest, quote, split_path, unquote
-from .._tree.recognise import structure_of
-from .._tree.structure import Spec
+from .._tree.paths import nearest, split_path
 from .._tree.text import describe, first_few
-from .._tree.types import PyTree
-from ..optim._plain import known_history
 from ._contents import division_in
 from ._movers import Movers
 
@@ -127,14 +122,17 @@ class Source(NamedTuple):
     of: dict[str, tuple[str, Before]]
 
 
-def histories_before(movers: Movers, source: Names, tx: object) -> Source:
-    """Returns the histories of a state of the plan's source; `tx` is the rule of a state of plain Optax."""
+def histories_before(movers: Movers, source: Names) -> Source:
+    """Returns the histories of a state of the plan's source."""
     words = source.states.get("")
-    if words is not None:
-        histories, aliases = _of_words(source, words), {path: also for path, also, *_ in words["slots"]}
-    else:
-        _check_plain(movers, source, tx)
-        histories, aliases = [_of_plain(movers, source, tx)], {}
+    if words is None:
+        names = first_few(list(source)[:3])
+        raise ValueError(
+            "expected a state of optim.trainable, or the names of one, such as saving.names(path, 'optimiser'); got "
+            f"{f'names such as {names}' if names else 'no arrays'}. Of a state of plain Optax, "
+            "optim.from_optax(tx, state, old_model) makes one"
+        )
+    histories, aliases = _of_words(source, words), {path: also for path, also, *_ in words["slots"]}
     found, also = dict[str, tuple[str, Before]](), dict[str, tuple[str, Before]]()
     for history in histories:
         for path, shape in history.copies.shapes.items():
@@ -181,47 +179,3 @@ def _steps(count: Array | jax.ShapeDtypeStruct) -> int:
     if isinstance(count, jax.ShapeDtypeStruct):
         raise ValueError("the state has no values: expected arrays, got jax.ShapeDtypeStructs")
     return int(count)
-
-
-# -- States of plain Optax ---------------------------------------------------------------------------------------------
-
-
-def _check_plain(movers: Movers, source: Names, tx: object) -> None:
-    """Rejects the names of a model, and a state of plain Optax without its rule."""
-    names = list(source)
-    expected = (
-        "expected a state of optim.trainable, or the names of one, such as "
-        f'saving.names(path, "optimiser"); got {f"names such as {first_few(names[:3])}" if names else "no arrays"}'
-    )
-    if names and all(name in movers.specs for name in names):
-        raise ValueError(f"{expected}, which are those of the model")
-    if tx is None:
-        raise TypeError(
-            f"{expected}. For a state of plain Optax also pass the rule that made it: plan.state(state, like=..., "
-            "tx=optax.adam(...))"
-        )
-
-
-def _of_plain(movers: Movers, source: Names, tx: object) -> Before:
-    """Returns the one history of a state of plain Optax, over arrays with the names of the plan's source."""
-    numbers = {split_name(name): number for name, number in (source.numbers or {}).items()}
-    arrays: Mapping[Entries, Any] = collections.ChainMap(cast(Any, Arrays(source)), numbers)
-    tree = _tree_of(movers.specs, {entry for entries in arrays for entry in entries})
-    history = known_history(tx, arrays, look_up(structure_of(tree)[2], None)[0])
-    return Before((), history.copies, int(history.count), waits=False)
-
-
-def _tree_of(specs: Mapping[str, Spec], written: Set[str]) -> PyTree:
-    """Returns dictionaries whose arrays have these names as paths; `written`: the entries in the paths of a state."""
-    tree: dict[str, Any] = {}
-    for name, spec in specs.items():
-        leaf, node, entries = jax.ShapeDtypeStruct(*spec[:2]), tree, split_name(name)
-        if not entries:
-            return leaf
-        # A dictionary of dotted keys is one to Optax, too, and then its keys are quoted in the paths of the state.
-        if quote(name) in written or any(join_path(entries[:i]) in specs for i in range(1, len(entries))):
-            entries = (quote(name),)
-        for entry in entries[:-1]:
-            node = node.setdefault(unquote(entry), {})
-        node[unquote(entries[-1])] = leaf
-    return tree

@@ -49,13 +49,13 @@ class Moving:
         arrays = list(map(read, names))
         specs = [self.movers.specs[name] for name in names]
         are_like = all(it.shape == spec.shape and is_inexact(it.dtype) for it, spec in zip(arrays, specs, strict=True))
-        if are_like and _shape_alone(fresh, shape) == shape:
+        if are_like and fresh.shape_alone(shape) == shape:
             array = self.movers.move(path, read)
             dropped = self.movers.dropped(path)
             if dropped is not None:
                 begun = self.begun(place, path).alone(shape)
                 array = jnp.where(dropped, begun, array.astype(begun.dtype))
-        elif {it.shape for it in arrays} == {_shape_alone(fresh, shape)} and _are_one_number(arrays):
+        elif {it.shape for it in arrays} == {fresh.shape_alone(shape)} and _are_one_number(arrays):
             array = arrays[0]
         else:
             raise ValueError(
@@ -151,14 +151,6 @@ class Moving:
 def _are_one_number(arrays: Sequence[Any]) -> bool:
     """Returns whether all arrays are the same number, such as counts of parameters that took their steps together."""
     return all(array.size == 1 and bool(np.all(array == arrays[0])) for array in arrays)
-
-
-def _shape_alone(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a piece as a separate array."""
-    axis, whole = piece.owners.axis, tuple(piece.array.shape)
-    if axis is None:
-        return whole
-    return whole[:axis] + whole[axis + 1 :] if piece.owners.has_rows else shape
 
 
 def _with_values(array: Any, name: str) -> Any:

@@ -74,7 +74,7 @@ class Plan(Generic[M]):
         given = compared(names_of(arrays), self._source, self._fit, self._strict)
         return self._contents.tree(filled(self._contents, self._fit, given))
 
-    def state(self, source: Any, like: TrainableState, tx: Any = None) -> TrainableState:
+    def state(self, source: Any, like: TrainableState) -> TrainableState:
         """Carries a state of an optimiser over from the old model to the new one.
 
         Moments go where their parameters go: renamed, split, merged or stacked. If several go to one tie, those of the
@@ -102,13 +102,11 @@ class Plan(Generic[M]):
 
         Args:
             source: a state of `optim.trainable`, or the names of one, such as
-                `saving.names(path, "optimiser")` of a file. It belongs to the model that the plan was made from. With
-                `tx` it may also be a state of plain Optax, `rule.init(eqx.filter(model, eqx.is_inexact_array))`, or the
-                names of one.
+                `saving.names(path, "optimiser")` of a file. It belongs to the model that the plan was made from. Of a
+                state of plain Optax, `optim.from_optax` makes one.
             like: a fresh state of the new model, `tx.init(model)`, of the same Optax rule. Its form (`form=`) may
                 differ, and so may the names of its groups (`optim.groups`). It is always needed, because only the rule
                 knows the state that a parameter begins with.
-            tx: the rule that made a state of plain Optax, or the `optim.trainable(rule)` that contains it.
 
         Returns:
             The state, for the same `tx` as `like`.
@@ -119,9 +117,9 @@ class Plan(Generic[M]):
                 different rules; `like` or the state belongs to another model than the plan; the rule keeps arrays of
                 other shapes than the parameters', such as Adafactor's rows and columns, for a parameter that is more
                 than renamed; or the rule does not keep its state leaf by leaf.
-            TypeError: `like` is not such a state; or `source` is of plain Optax and `tx` is missing.
+            TypeError: `like` is not such a state.
         """
-        return carried_state(self._movers, names_of(source), like, tx)
+        return carried_state(self._movers, names_of(source), like)
 
     @overload
     def average(self, source: Any, like: Ema[M]) -> Ema[M]: ...

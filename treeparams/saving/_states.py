@@ -42,11 +42,11 @@ class _History(NamedTuple):
     division: Division
 
 
-def carried_state(movers: Movers, source: Names, like: TrainableState, tx: object) -> TrainableState:
+def carried_state(movers: Movers, source: Names, like: TrainableState) -> TrainableState:
     """Carries a state over to the new model; see `Plan.state`."""
     if not isinstance(like, TrainableState):
         raise TypeError(f"expected a fresh state of the new model, like=tx.init(model), got {describe(like)}")
-    before = histories_before(movers, source, tx)
+    before = histories_before(movers, source)
     if len(like.runs) + len(like.held) > 1:
         raise ValueError("expected a fresh state of the new model, like=tx.init(model), got one with several histories")
     movers.check_like([(slot.path, slot) for slot in like.layout.slots], "tx.init(model)")
