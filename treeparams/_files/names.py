@@ -10,6 +10,8 @@ from .._tree.paths import join_path, nearest, quote, split_path, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe, first_few, in_short
 from .file import File, file_at
+from .values import Value, from_words
+from .words import values_in
 
 _INDEX = ".safetensors.index.json"  # Hugging Face's list of the files that a checkpoint is in
 
@@ -86,6 +88,7 @@ class Names(Mapping[str, Any]):
         read: Callable[[str], Any],
         aliases: Mapping[str, str] | None = None,
         states: Mapping[str, dict[str, Any]] | None = None,
+        numbers: Mapping[str, Value] | None = None,
         unkeyed: Mapping[str, Any] | None = None,
         computed: Collection[str] = (),
         is_file: bool = False,
@@ -93,6 +96,7 @@ class Names(Mapping[str, Any]):
         self.specs = specs
         self.aliases = aliases or {}
         self.states = states or {}
+        self.numbers = numbers
         self.unkeyed = unkeyed
         self.computed = computed
         self.is_file = is_file
@@ -129,10 +133,11 @@ class Names(Mapping[str, Any]):
         whole = {new: name for name, new in short.items()}
         aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
         states = {new: self.states[at] for at, new in inside(self.states).items()}
+        numbers = self.numbers and {new: self.numbers[at] for at, new in inside(self.numbers).items()}
         unkeyed = self.unkeyed and {new: self.unkeyed[at] for at, new in inside(self.unkeyed).items()}
         specs = {new: self.specs[name] for name, new in short.items()}
         computed = inside(self.computed).values()
-        return Names(specs, lambda name: self[whole[name]], aliases, states, unkeyed, computed, self.is_file)
+        return Names(specs, lambda name: self[whole[name]], aliases, states, numbers, unkeyed, computed, self.is_file)
 
 
 def spelt_as(known: Collection[str], given: Names) -> Names:
@@ -140,7 +145,7 @@ def spelt_as(known: Collection[str], given: Names) -> Names:
 
     The keys of a flat dictionary are names as they are. In the paths of a layout, a file or a state they have quotes.
     """
-    have, spelt = given.specs.keys(), dict[str, str]()
+    have, spelt = given.specs.keys() | (given.numbers or {}).keys(), dict[str, str]()
     if not have >= set(known):
         by_text = {bare(name): name for name in have if name not in known}
         lost = {name: by_text[bare(name)] for name in known if name not in have and bare(name) in by_text}
@@ -157,6 +162,7 @@ def spelt_as(known: Collection[str], given: Names) -> Names:
         lambda name: given[theirs.get(name, name)],
         {spelt.get(name, name): spelt.get(source, source) for name, source in given.aliases.items()},
         given.states,
+        given.numbers and respelt(given.numbers),
         given.unkeyed,
         [spelt.get(name, name) for name in given.computed],
         given.is_file,
@@ -204,8 +210,10 @@ def _of_file(file: File) -> Names:
     aliases |= {alias: to for alias, to in also.items() if to in file.specs and alias not in file.specs}
     specs = {**file.specs, **{alias: file.specs[source] for alias, source in aliases.items()}}
     stored = {name: aliases.get(name, name) for name in specs}
+    numbers = {path: from_words(said) for path, said in values_in(file.words).items()}
+    said = numbers if "values" in file.words else None
     computed, marks = ties.keys() - aliases.keys(), file.words.get("unkeyed")
-    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], marks, computed)
+    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], said, marks, computed)
 
 
 def _of_several(paths: Sequence[str]) -> Names:
@@ -217,12 +225,14 @@ def _of_several(paths: Sequence[str]) -> Names:
             if name in owners:
                 raise ValueError(f"{name!r} is in two of the files {first_few(paths)}; pass those that belong together")
             owners[name] = file
+    said = [dict(file.numbers) for file in files if file.numbers is not None]
     marks = [dict(file.unkeyed) for file in files if file.unkeyed is not None]
     return Names(
         {name: file.specs[name] for name, file in owners.items()},
         lambda name: owners[name][name],
         {alias: name for file in files for alias, name in file.aliases.items()},
         {path: state for file in files for path, state in file.states.items()},
+        dict(collections.ChainMap(*said)) if len(said) == len(files) else None,
         dict(collections.ChainMap(*marks)) if len(marks) == len(files) else None,
         [name for file in files for name in file.computed],
         is_file=True,

@@ -119,10 +119,14 @@ def names_of_contents(contents: Contents) -> Names:
     leaves = {name: i for i, name in contents.names.items() if name not in computed}
     specs = {name: contents.spec(i) for name, i in leaves.items()}
     aliases = {alias: source for alias, (source, transforms) in contents.ties.items() if not transforms}
+    paths = contents.structure.paths
+    numbers = {name_of(paths[i]): contents.leaves[i] for i in contents.values}
     # What another program restored is of plain containers, whatever classes it was saved from.
     is_plain = all(node.cls in (dict, list, tuple) for node in contents.structure.nodes)
     marks = None if is_plain else contents.structure.unkeyed
-    return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, contents.states_in_words, marks, computed)
+    return Names(
+        specs, lambda name: contents.leaves[leaves[name]], aliases, contents.states_in_words, numbers, marks, computed
+    )
 
 
 def names(
