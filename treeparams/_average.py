@@ -16,21 +16,17 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from ._slots.index import Index
+from ._slots.index import Index, first_entries
 from ._slots.layout import Trainable
 from ._slots.match import read_slots
 from ._slots.parts import Rest, index_in, kept_arrays, other_values, put_together, take_apart, with_kept_arrays
-from ._slots.rules import first_entries
 from ._tree.copying import copy, copy_leaf
 from ._tree.declare import field
-from ._tree.dtypes import is_complex, is_inexact, widened
-from ._tree.memory import keep_apart
-from ._tree.messages import AS_ARRAY, name_deleted, warn
+from ._tree.memory import AS_ARRAY, keep_apart, name_deleted, warn
 from ._tree.recognise import structure_of
-from ._tree.refs import is_ref, value_of
 from ._tree.structure import is_array
 from ._tree.text import describe
-from ._tree.types import PyTree
+from ._tree.types import PyTree, is_complex, is_inexact, is_ref, value_of, widened
 
 M = TypeVar("M")
 

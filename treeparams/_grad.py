@@ -16,13 +16,12 @@ from jax.typing import ArrayLike
 
 from ._forms.mesh import result_varies, split_over, vary, varying
 from ._reached import reaches
+from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
-from ._slots.untrained import warn_of_nothing
-from ._tree.dtypes import widened
-from ._tree.messages import name_deleted
+from ._tree.memory import name_deleted
 from ._tree.text import count_of, describe, quoted
-from ._tree.types import PyTree
+from ._tree.types import PyTree, widened
 
 P = ParamSpec("P")  # the model and further arguments; not told apart, or a lambda's model would be an `object`
 R = TypeVar("R")

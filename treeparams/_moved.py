@@ -10,16 +10,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from ._programs import Kind, Marks, is_floating, kind_of, makes_zeros, traced
 from ._reached import reached
 from ._slots.index import Index
-from ._slots.layout import Layout, index_of, noted, trained_at
+from ._slots.layout import Layout, index_of, look_up, noted, trained_at
 from ._slots.parts import arrays_in, as_rest, index_in, put_together, with_kept_arrays
-from ._slots.trainable import look_up
-from ._tree.dtypes import is_inexact
-from ._tree.flattening import flatten, same_treedef
 from ._tree.memory import keep_apart
 from ._tree.recognise import structure_of
-from ._tree.structure import Structure
+from ._tree.structure import Structure, flatten, same_treedef
 from ._tree.text import describe, first_lines
-from ._tree.types import PyTree, TreeDef
+from ._tree.types import PyTree, TreeDef, is_inexact
 
 P = ParamSpec("P")
 

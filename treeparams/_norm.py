@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ._forms.mesh import is_sharded
-from ._tree.flattening import flatten
-from ._tree.structure import is_array
+from ._tree.structure import flatten, is_array
 from ._tree.types import PyTree
 
 # Leaves of one shape up to this many elements are summed as one array: XLA compiles one kernel for all in place of one

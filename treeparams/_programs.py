@@ -22,8 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ._tree.dtypes import is_inexact
-from ._tree.refs import is_ref
+from ._tree.types import is_inexact, is_ref
 
 V = TypeVar("V")
 

@@ -11,17 +11,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ._slots.index import Index
-from ._slots.layout import Layout
-from ._slots.rules import first_entries
+from ._slots.index import Index, first_entries
+from ._slots.layout import Layout, look_up
 from ._slots.ties import Alias
-from ._slots.trainable import look_up
 from ._slots.where import name_of, read
 from ._tree.memory import note_ties
 from ._tree.recognise import structure_of
-from ._tree.refs import value_of
 from ._tree.structure import Spec, Structure, is_array
 from ._tree.text import describe, in_short
+from ._tree.types import value_of
 
 M = TypeVar("M")
 Value = ArrayLike | Callable[[Any], Any]

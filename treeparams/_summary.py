@@ -8,14 +8,11 @@ from typing import NamedTuple
 import jax.tree_util as jtu
 
 from ._forms.restructure import Restructure, known_leaves
-from ._slots.index import Index
-from ._slots.layout import Layout, Trainable
-from ._slots.trainable import look_up
-from ._slots.untrained import no_arrays
+from ._slots.index import Index, no_arrays
+from ._slots.layout import Layout, Trainable, look_up
 from ._tree.paths import join_path, split_path
 from ._tree.recognise import structure_of
-from ._tree.tables import Table, as_html, as_text
-from ._tree.text import count_of, first_few, in_bytes
+from ._tree.text import Table, as_html, as_text, count_of, first_few, in_bytes
 from ._tree.types import PyTree
 
 _HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "place", "tied to")

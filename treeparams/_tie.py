@@ -8,10 +8,9 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from ._slots.accidents import note_untied
-from ._slots.layout import Layout
+from ._slots.layout import Layout, look_up
 from ._slots.said import declaring_nodes
 from ._slots.ties import Alias, checked, find_ties, parameter_at
-from ._slots.trainable import look_up
 from ._slots.where import Where, select
 from ._tree.copying import copy_leaf
 from ._tree.memory import keep_apart, note, note_ties

@@ -10,7 +10,7 @@ import numpy as np
 from ._slots.layout import Trainable
 from ._slots.match import Tied, per_slot
 from ._slots.parts import Parts, take_apart
-from ._tree.messages import name_deleted
+from ._tree.memory import name_deleted
 from ._tree.structure import is_array
 from ._tree.text import describe
 from ._tree.types import PyTree

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ._slots.index import Slot
-from ._slots.layout import Layout, Trainable, index_of
-from ._slots.trainable import layout as layout_of
+from ._slots.layout import Layout, Trainable, index_of, layout as layout_of
 from ._tree.paths import join_path, split_path
 from ._tree.text import in_bytes
 from ._tree.types import PyTree

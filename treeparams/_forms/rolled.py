@@ -21,8 +21,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._programs import Kind, Walk, backward, bind, called, derivative, is_floating, is_high, kind_of, name_of, programs
-from .block import with_gaps
-from .primitives import cut, cut_p
+from .block import cut, cut_p, with_gaps
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -13,11 +13,11 @@ from jax.typing import ArrayLike
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of, slot_at, slots_in
 from .._slots.where import Where, select
-from .._tree.dtypes import is_complex
 from .._tree.text import first_few
+from .._tree.types import is_complex
+from .block import cut, join
 from .form import Form
 from .mesh import laid_as, replicated
-from .primitives import cut, join
 
 Values = Mapping[str, Any] | Sequence[Any] | ArrayLike
 """The values that a user passes for some parameters: a number, an array, or an array for each path."""

@@ -15,10 +15,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .._tree import memory
-from .._tree.flattening import same_treedef
-from .._tree.memory import Pair
-from .._tree.messages import warn
-from .._tree.structure import Node, Structure
+from .._tree.memory import Pair, warn
+from .._tree.structure import Node, Structure, same_treedef
 from .._tree.text import first_few
 from .index import Index
 from .where import subtreedefs

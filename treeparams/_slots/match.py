@@ -8,19 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._tree.dtypes import common_dtype, is_complex, is_inexact, widened
-from .._tree.flattening import flatten, same_treedef
 from .._tree.paths import nearest, unquote
 from .._tree.recognise import structure_of
-from .._tree.refs import value_of
-from .._tree.structure import Structure
+from .._tree.structure import Structure, flatten, same_treedef
 from .._tree.text import describe, quoted
-from .._tree.types import PyTree
-from .index import Index
-from .layout import Trainable
+from .._tree.types import PyTree, common_dtype, is_complex, is_inexact, value_of, widened
+from .index import Index, refuse_refs
+from .layout import Trainable, look_up
 from .ties import Alias
-from .trainable import look_up
-from .untrained import refuse_refs
 
 Tied = Literal["sum", "first"] | None
 _shape, _dtype, _weak_type = map(operator.attrgetter, ("shape", "dtype", "weak_type"))

@@ -15,19 +15,16 @@ from jax import export
 from jax.core import Tracer
 
 from .._tree.declare import registry
-from .._tree.flattening import flatten, same_treedef
 from .._tree.memory import keep_apart, note_ties
 from .._tree.recognise import structure_of
 from .._tree.static_keys import Values, contents, identical
-from .._tree.structure import Spec, Structure
+from .._tree.structure import Spec, Structure, flatten, same_treedef
 from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
 from .accidents import warn_of_forgotten_ties
-from .index import Index
-from .layout import Layout, Trainable, index_of, trained_at
+from .index import Index, refuse_refs
+from .layout import Layout, Trainable, check_is_model, index_of, look_up, trained_at
 from .match import read_slots
-from .trainable import check_is_model, look_up
-from .untrained import refuse_refs
 
 M = TypeVar("M")
 

@@ -8,10 +8,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.declare import Declared, declared, registry
-from .._tree.flattening import flatten, same_treedef
-from .._tree.globs import Glob
-from .._tree.paths import quote
-from .._tree.structure import Node, Structure, scan
+from .._tree.paths import Glob, quote
+from .._tree.structure import Node, Structure, flatten, same_treedef, scan
 from .._tree.text import describe
 from .._tree.types import TreeDef
 from .where import Follows, Leaves, Where, found_in, name_of, no_where, read, select, some, whole

@@ -1,4 +1,4 @@
-"""Reads a `where` (see `tp.layout`): the nodes and leaves that it matches, and the leaves in these."""
+"""Reads a `where` (see `tp.layout`): the nodes and leaves that it matches, as spans of leaves; nodes that are alike."""
 
 import dataclasses
 import functools
@@ -11,14 +11,90 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree.flattening import flatten, same_treedef
-from .._tree.globs import Glob
-from .._tree.messages import AS_ARRAY
-from .._tree.paths import nearest
-from .._tree.structure import Structure, is_array
+from .._tree.difference import static_differences
+from .._tree.memory import AS_ARRAY
+from .._tree.paths import Glob, join_path, nearest, split_path
+from .._tree.structure import Structure, flatten, is_array, same_treedef
 from .._tree.text import describe, function_name, in_short, quoted
-from .._tree.types import PyTree
-from .spans import Span, below, by_treedef, items_in, outermost, spans_of, subtreedefs
+from .._tree.types import PyTree, TreeDef
+
+
+class Span(NamedTuple):
+    """A node, or a leaf, given by the leaves in it."""
+
+    start: int
+    stop: int
+    entries: tuple[str, ...]
+    number: int | None  # of the node; none of a leaf
+
+    @property
+    def path(self) -> str:
+        return join_path(self.entries)
+
+
+def spans_of(structure: Structure) -> list[Span]:
+    """Returns all nodes, in preorder, and then all leaves."""
+    nodes = [Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
+    return nodes + [Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
+
+
+def below(structure: Structure) -> Mapping[Any, list[Span]]:
+    """Returns the children of each node, by its entries; under `None` the root."""
+
+    def find() -> dict[Any, list[Span]]:
+        found: dict[Any, list[Span]] = {}
+        named = {(*state, *its): state for state, values in structure.states.items() for its in values}
+        for span in spans_of(structure):
+            above = named.get(span.entries, span.entries[:-1])
+            found.setdefault(above if span.entries else None, []).append(span)
+        return found
+
+    return structure.remember("below", find)
+
+
+def outermost(structure: Structure, matches: Callable[[Span], bool]) -> tuple[Span, ...]:
+    """Returns the nodes and leaves for which a predicate holds, without those below another one."""
+    found: list[Span] = []
+    inside = set[int]()  # leaves; a node stands before those in it, and all leaves stand last
+    for span in spans_of(structure):
+        if not (span.start in inside and span.stop > span.start) and matches(span):
+            found.append(span)
+            inside.update(range(span.start, span.stop))
+    return tuple(found)
+
+
+def items_in(structure: Structure, span: Span) -> int:
+    """Returns the number of items of a list or tuple, including `None`, which frozen ones may be; 0 for other nodes."""
+    if span.number is None or structure.nodes[span.number].cls not in (list, tuple):
+        return 0
+    return len(subtreedefs(structure)[span.number].children())
+
+
+def by_treedef(structure: Structure) -> Mapping[tuple[int, TreeDef], Span]:
+    """Returns the nodes by their first leaf and their treedef."""
+    treedefs = subtreedefs(structure)
+    make = lambda: {(span.start, treedefs[span.number]): span for span in spans_of(structure)}
+    return structure.remember("by treedef", make)
+
+
+def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
+    """Returns the treedef of each node of a structure, and of a leaf."""
+
+    def find() -> dict[int | None, TreeDef]:
+        # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
+        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
+        waiting = [structure.treedef]
+        while waiting:
+            each = waiting.pop()
+            if each.node_data() is not None and each.node_data()[0] is not type(None):
+                found[len(found) - 1] = each
+                waiting += reversed(each.children())
+        return found
+
+    return structure.remember("subtreedefs", find)
+
+
+# -- Reading -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,3 +397,100 @@ def _hint(structure: Structure, where: object) -> str:
         classes = {node.cls.__qualname__ for node in structure.nodes}
         return f"; the model has nodes of {', '.join(sorted(classes))}"
     return f"; the model's parameters are {quoted(known, 5)}" if known else ""
+
+
+# -- Nodes that are alike, such as the layers of a net -----------------------------------------------------------------
+
+
+def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[Span]:
+    """Returns the outermost nodes, or leaves, that a `where` matches, in tree order; an error if they are not alike.
+
+    The result is remembered, except for functions, which may find others at the next call.
+    """
+
+    def find() -> list[Span]:
+        found = _find_nodes(structure, where)
+        return _check_alike(structure, where, found) if are_alike else found
+
+    is_sure = isinstance(where, (str, re.Pattern, type))
+    return structure.remember(("nodes", where, are_alike), find) if is_sure else find()
+
+
+def _find_nodes(structure: Structure, where: Where) -> list[Span]:
+    chosen, away = read(structure, where)
+    every = range(len(structure.specs))
+    for match in (*chosen, *away):
+        found_in(structure, match, every, "leaf")
+    taken = frozenset[int]().union(*[match.leaves() for match in away])
+    # From the largest to the smallest, so that a node is met before all that is below it: the outermost is found.
+    found, covered = list[Span](), set[int]()
+    for span in sorted({span for match in chosen for span in match.spans}, key=lambda span: span.start - span.stop):
+        leaves = range(span.start, span.stop)
+        if taken.isdisjoint(leaves):
+            if covered.isdisjoint(leaves):
+                found.append(span)
+                covered.update(leaves)
+        elif not taken.issuperset(leaves):
+            raise ValueError(
+                f"{name_of(where)} excludes a part of the node {span.path!r}; name the nodes that you mean"
+            )
+    if not found:
+        raise ValueError(f"{name_of(where)} selects nothing: everything that it selects is excluded")
+    return sorted(found, key=lambda span: (span.start, span.stop))
+
+
+def _check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[Span]:
+    """Returns the nodes, if they have one structure, with leaves of the same shapes and dtypes."""
+    first = spans[0]
+    cls = None if first.number is None else structure.nodes[first.number].cls
+    if len(spans) == 1 and cls in (list, tuple, dict) and _is_one(structure, where, cls):
+        inner = f"{first.path}.*".lstrip(".")
+        raise ValueError(f"{first.path!r} is one node, a {cls.__name__}; for the nodes in it write {inner!r}")
+    for span in spans[1:]:
+        difference = next(_differences(structure, first, span), None)
+        if difference is not None:
+            raise ValueError(
+                f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}. Select "
+                "nodes that are alike"
+            )
+    return spans
+
+
+def _is_one(structure: Structure, where: object, cls: type | None) -> bool:
+    """Returns whether a `where` that found one list, or dictionary, means that node and not the nodes in it.
+
+    A glob that matches one dictionary may mean the layers of a net with a single layer; for a list that is unlikely.
+    """
+    if isinstance(where, str):
+        return cls is not dict or not set("*?[") & set("".join(split_path(where)[-1:])) or where.endswith("**")
+    if isinstance(where, (list, tuple)):
+        return all(_is_one(structure, each, cls) for each in where)
+    return not any(match.is_listed for match in read(structure, where)[0])
+
+
+def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str]:
+    ours, theirs = _entries_within(structure, first), _entries_within(structure, other)
+    if ours != theirs:
+        only = set(ours) ^ set(theirs)
+        yield f"only one of them has {quoted(sorted(map(join_path, only - {()})) or ['leaves'])}"
+        return
+    for i, j in zip(range(first.start, first.stop), range(other.start, other.stop), strict=True):
+        if structure.specs[i] != structure.specs[j]:
+            yield f"{structure.describe(i)} differs from {structure.describe(j)}"
+    if first.number is None or other.number is None:
+        return
+    nodes = [structure.nodes[n : structure.nodes[n].last] for n in (first.number, other.number)]
+    for here, there in zip(*nodes, strict=False):
+        if here.cls is not there.cls:
+            yield f"{here.path!r} is a {here.cls.__qualname__}, {there.path!r} a {there.cls.__qualname__}"
+        if here.cls is there.cls:
+            for row in static_differences(structure, here, there):
+                yield f"the static value {row.path!r} is {row.first}, and {row.second} at {there.path!r}"
+    treedefs = subtreedefs(structure)
+    if not same_treedef(treedefs[first.number], treedefs[other.number]):
+        yield "they differ in where they hold None"
+
+
+def _entries_within(structure: Structure, span: Span) -> list[tuple[str, ...]]:
+    """Returns the entries of the leaves in a node, relative to the node."""
+    return [entries[len(span.entries) :] for entries in structure.entries[span.start : span.stop]]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import equinox as eqx
 import jax
 
-from .globs import Glob
-from .paths import join_path, nearest, quote, split_path
+from .paths import Glob, join_path, nearest, quote, split_path
 from .static_keys import with_object
 from .text import describe, function_name
 

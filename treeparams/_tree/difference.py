@@ -18,8 +18,7 @@ from .declare import is_box
 from .paths import join_path, quote, sibling_entries
 from .static_keys import contents, static_key
 from .structure import Node, Spec, Structure, keys_of
-from .tables import Table, as_html, as_text
-from .text import both_in_text, cut, describe, first_few, in_text
+from .text import Table, as_html, as_text, both_in_text, cut, describe, first_few, in_text
 from .types import PyTree
 
 _DEEPEST = 8  # containers within a static value, which may contain itself

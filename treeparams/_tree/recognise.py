@@ -26,10 +26,9 @@ import jax
 import numpy as np
 
 from .declare import registry
-from .flattening import Avals, flatten, getter, same_treedef
 from .memory import meet
 from .static_keys import SIMPLE, StaticKeys, contents, found_at, is_settled
-from .structure import Structure, refs_in, scan
+from .structure import Avals, Structure, flatten, getter, refs_in, same_treedef, scan
 from .types import PyTree, TreeDef
 
 # JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a

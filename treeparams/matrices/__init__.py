@@ -9,9 +9,12 @@ from ._constrained import (
     Positive as Positive,
     materialise as materialise,
 )
-from ._imputing import PostImputing as PostImputing, PreImputing as PreImputing
-from ._lineax import from_lineax as from_lineax, to_lineax as to_lineax
-from ._low_rank import LowRank as LowRank, lora as lora, merge as merge
-from ._matrix import AbstractMatrix as AbstractMatrix
-from ._orthogonal import Givens as Givens, Orthogonal as Orthogonal
-from ._svd import SVD as SVD
+from ._low_rank import (
+    LowRank as LowRank,
+    PostImputing as PostImputing,
+    PreImputing as PreImputing,
+    lora as lora,
+    merge as merge,
+)
+from ._matrix import AbstractMatrix as AbstractMatrix, from_lineax as from_lineax, to_lineax as to_lineax
+from ._orthogonal import SVD as SVD, Givens as Givens, Orthogonal as Orthogonal
