@@ -105,7 +105,7 @@ def ema(
             about=("ema", narrow[0].dtype, *parts.index.structure.kinds[:1]),
         )
     try:
-        return put_together(*_step(parts.rest, parts.slots, model, weights, buffers))
+        return put_together(*_average_step(parts.rest, parts.slots, model, weights, buffers))
     except (RuntimeError, ValueError) as error:
         name_deleted(error, average)
         name_deleted(error, model)
@@ -213,7 +213,7 @@ class Ema(eqx.Module, Generic[M]):
             step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
         weights = _weights_of(None, step) if decay is None else _Weights(step, None)
         olds, treedef = jtu.tree_flatten(self.shadow)
-        rest, news = _step(self.rest, olds, model, weights, self.buffers)
+        rest, news = _average_step(self.rest, olds, model, weights, self.buffers)
         changed = jtu.tree_unflatten(treedef, news), rest, self.count + 1, weight
         return eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), self, changed)
 
@@ -268,7 +268,7 @@ def _check_weight(name: str, value: ArrayLike) -> None:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")
 
 
-def _step(
+def _average_step(
     rest: Rest[M], slots: Sequence[Any], model: PyTree, weights: _Weights, buffers: Buffers
 ) -> tuple[Rest[M], list[Any]]:
     """Returns an average after a step towards a model, taken apart as before. Refs are written after all checks."""

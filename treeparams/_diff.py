@@ -116,7 +116,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         return _diff_of_layouts(a, b)
     if _is_of_files(a) or _is_of_files(b):
         return _diff_by_name(a, b, tolerance)
-    if _is_one(a, b):
+    if _hold_the_same(a, b):
         return Diff(())
     ours, _, these = structure_of(a)
     theirs, _, those = structure_of(b)
@@ -128,7 +128,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         here, there = value_of(here), value_of(there)
         one, other = these.specs[i], those.specs[j]
         if one is None and other is None:
-            if not _are_equal(here, there, tolerance):
+            if not _are_equal_values(here, there, tolerance):
                 yield Difference(path, "value", *both_in_text(here, there))
         elif one is None or other is None:
             yield Difference(path, "type", *both_in_text(here, there))
@@ -197,7 +197,7 @@ def _tolerance(name: str, value: float | int | None) -> float:
     return number
 
 
-def _is_one(a: PyTree, b: PyTree) -> bool:
+def _hold_the_same(a: PyTree, b: PyTree) -> bool:
     """Returns whether two trees hold the same objects in the same nodes, such as a model and a copy of its containers.
 
     This check is cheap: an unknown structure takes tens of times longer to work out.
@@ -227,7 +227,7 @@ def _placed(sharding: jax.sharding.Sharding) -> str:
     return f"{tuple(sharding.spec)} over {axes}"
 
 
-def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> bool:
+def _are_equal_values(here: object, there: object, tolerance: tuple[float, float]) -> bool:
     """Returns whether two leaves that are not JAX arrays are equal."""
     if type(here) is not type(there):
         return False
@@ -249,7 +249,7 @@ def _is_of_files(source: object) -> bool:
 
 def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
     """Compares two sources by name, at least one of them a file: arrays, ties, numbers and texts, but no classes."""
-    ours, theirs = map(_named, (a, b))
+    ours, theirs = map(_by_name, (a, b))
     if _is_of_files(b):
         ours = spelt_as([*theirs.specs, *(theirs.numbers or ())], ours)
     else:
@@ -270,13 +270,13 @@ def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
                 by_size += _element_rows(name, *pair, tolerance)
         elif isinstance(one, Spec) or isinstance(other, Spec):
             rows.append(Difference(name, "type", *both_in_text(one, other)))
-        elif not _are_equal(one, other, tolerance):
+        elif not _are_equal_values(one, other, tolerance):
             rows.append(Difference(name, "value", *both_in_text(one, other)))
-    ties = tie_rows(_groups_of(ours), _groups_of(theirs), lambda name: name in ours.specs and name in theirs.specs)
+    ties = tie_rows(_ties_of(ours), _ties_of(theirs), lambda name: name in ours.specs and name in theirs.specs)
     return Diff([*rows, *ties, *sorted(by_size, key=_ABSOLUTE, reverse=True)])
 
 
-def _named(source: Any) -> Names:
+def _by_name(source: Any) -> Names:
     """Returns the names in a file or a tree."""
     known = names_in(source) if _is_of_files(source) else None  # a list of texts is a tree
     if known is not None:
@@ -314,7 +314,7 @@ def _missing_rows(
         yield Difference(head, "structure", *((text, NOTHING) if side == 0 else (NOTHING, text)))
 
 
-def _groups_of(names: Names) -> dict[str, dict[str, str]]:
+def _ties_of(names: Names) -> dict[str, dict[str, str]]:
     """Groups the names of each array that has several, by the first of them."""
     found: dict[str, dict[str, str]] = {}
     for alias, name in names.aliases.items():
@@ -376,10 +376,10 @@ def _gaps(x: np.ndarray, y: np.ndarray, nans: list[int]) -> tuple[np.ndarray, np
     gaps = np.abs(x - y)
     # NaN comes of a NaN on either side and of infinities: all are infinitely far apart, but for those that are equal.
     gaps[np.isnan(gaps)] = math.inf
-    gaps[_are_one_number(np.real(x), np.real(y)) & _are_one_number(np.imag(x), np.imag(y))] = 0
+    gaps[_are_equal_numbers(np.real(x), np.real(y)) & _are_equal_numbers(np.imag(x), np.imag(y))] = 0
     return gaps, np.abs(y)
 
 
-def _are_one_number(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _are_equal_numbers(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns whether numbers are equal, or both NaN; pass each part of a complex number separately."""
     return (x == y) | ((x != x) & (y != y))

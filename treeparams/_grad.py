@@ -94,7 +94,7 @@ def value_and_grad(
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
-    _check_options(trainable, has_aux)
+    _check_loss_options(trainable, has_aux)
     if unreached not in get_args(Unreached):
         raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
     if f is None:
@@ -342,7 +342,7 @@ def _checked_loss(f: Any, verb: str) -> Callable[..., Any]:
     return f
 
 
-def _check_options(trainable: object, has_aux: object) -> None:
+def _check_loss_options(trainable: object, has_aux: object) -> None:
     """Raises a `TypeError` if an argument of the loss or of `jax.grad` was passed in place of an option."""
     if isinstance(trainable, int) and not isinstance(trainable, bool):
         raise TypeError(

@@ -65,11 +65,11 @@ def _norm_of_arrays(arrays: Sequence[Any]) -> jax.Array:
 
 @jax.custom_jvp
 def _norm(arrays: list[jax.Array]) -> jax.Array:
-    return _norms(0)(arrays)
+    return _batched_norms(0)(arrays)
 
 
 @functools.cache
-def _norms(rank: int) -> Callable[[list[jax.Array]], jax.Array]:
+def _batched_norms(rank: int) -> Callable[[list[jax.Array]], jax.Array]:
     """Returns the function that computes the norms of real arrays with this many leading batch axes.
 
     Under `jax.vmap`, a `cond` with a mapped predicate runs both branches. Here one predicate decides for the whole
@@ -88,7 +88,7 @@ def _norms(rank: int) -> Callable[[list[jax.Array]], jax.Array]:
     @norms.def_vmap
     def over_a_batch(size: int, is_mapped: list[list[bool]], arrays: list[jax.Array]) -> tuple[jax.Array, bool]:
         pairs = zip(arrays, is_mapped[0], strict=True)
-        return _norms(rank + 1)([x if mapped else jnp.stack([x] * size) for x, mapped in pairs]), True
+        return _batched_norms(rank + 1)([x if mapped else jnp.stack([x] * size) for x, mapped in pairs]), True
 
     return norms
 

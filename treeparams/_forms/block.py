@@ -33,7 +33,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._tree.types import is_complex, widened
 from .mesh import alike, broadcast_as, first_axis_whole, laid_as, leading_axis, replicated, varying_alike
 
-Shapes = tuple[tuple[int, ...], ...]
+_Shapes = tuple[tuple[int, ...], ...]
 
 # A shape that stands at fewer places than this is cut at constant offsets. For a net of 10 leaves the conditional below
 # saves a third of the build and costs a tenth of the run time; from some 30 leaves on it saves up to nine tenths of the
@@ -42,7 +42,7 @@ Shapes = tuple[tuple[int, ...], ...]
 _FEW = 16
 
 
-def cut(array: jax.Array, shapes: Shapes, rank: int = 0) -> list[jax.Array]:
+def cut(array: jax.Array, shapes: _Shapes, rank: int = 0) -> list[jax.Array]:
     """Cuts the axis before the last `rank` ones into arrays of these shapes, from the front; the remainder is dropped.
 
     Each shape ends with those axes. Axes before the one that is cut are a batch, which each piece has too.
@@ -50,30 +50,30 @@ def cut(array: jax.Array, shapes: Shapes, rank: int = 0) -> list[jax.Array]:
     return cut_p.bind(array, shapes=shapes, rank=rank) if shapes else []
 
 
-def join(arrays: Sequence[jax.Array], shapes: Shapes, length: int, rank: int = 0) -> jax.Array:
+def join(arrays: Sequence[jax.Array], shapes: _Shapes, length: int, rank: int = 0) -> jax.Array:
     """Joins pieces (at least one) into an array of this length, filled up with zeros: the transpose of `cut`."""
-    return join_p.bind(*varying_alike(arrays), shapes=shapes, length=length, rank=rank)
+    return _join_p.bind(*varying_alike(arrays), shapes=shapes, length=length, rank=rank)
 
 
 # -- How it is done ----------------------------------------------------------------------------------------------------
 
 
-def _lengths(shapes: Shapes, rank: int) -> list[int]:
+def _lengths(shapes: _Shapes, rank: int) -> list[int]:
     return [math.prod(shape[: len(shape) - rank]) for shape in shapes]
 
 
-def _split(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
+def _split_up(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Array]:
     axis = array.ndim - 1 - rank
     lengths = _lengths(shapes, rank)
     pieces = jax.lax.split(array, [*lengths, array.shape[axis] - sum(lengths)], axis=axis)
     return [_as_piece(piece, axis, shape) for piece, shape in zip(pieces, shapes, strict=False)]
 
 
-def _cut_on_tpu(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
+def _cut_on_tpu(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Array]:
     # Where rows are shorter than a tile, XLA for TPU lays a stack out with its first axis innermost, so that a loop
     # over the rows reads all of the stack for each. One copy before the loop, with the rows outermost, is less by the
     # number of rows: for a step over 50 layers of 32x32, bytes moved went from 140 to 18 times the parameters.
-    pieces = zip(_split(array, shapes=shapes, rank=rank), shapes, strict=True)
+    pieces = zip(_split_up(array, shapes=shapes, rank=rank), shapes, strict=True)
     return [_rows_outermost(piece) if rank and len(shape) == rank + 2 else piece for piece, shape in pieces]
 
 
@@ -81,7 +81,7 @@ def _rows_outermost(stack: jax.Array) -> jax.Array:
     return layout.with_layout_constraint(stack, layout.Layout(tuple(range(stack.ndim))))
 
 
-def _cut_at_run_time(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
+def _cut_at_run_time(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Array]:
     axis = array.ndim - 1 - rank
     lengths = _lengths(shapes, rank)
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
@@ -148,7 +148,7 @@ def _terms(offsets: Sequence[int]) -> np.ndarray:
     return min(map(in_runs, sizes), key=lambda terms: len(np.unique(terms)))
 
 
-def _joined(*arrays: jax.Array, shapes: Shapes, length: int, rank: int) -> jax.Array:
+def _one_array(*arrays: jax.Array, shapes: _Shapes, length: int, rank: int) -> jax.Array:
     # Axes before those of the shapes are a batch, so the first of a shape's own is the one that is joined. A shape
     # without an axis beside the last `rank` is one row, and gets one.
     axis = arrays[0].ndim - len(shapes[0])
@@ -172,28 +172,28 @@ cut_p = jax.extend.core.Primitive("cut")
 cut_p.multiple_results = True
 _cut_compiled = jax.jit(cut_p.bind, static_argnames=("shapes", "rank"))
 
-join_p = jax.extend.core.Primitive("join")
-join_p.def_impl(jax.jit(_joined, static_argnames=("shapes", "length", "rank")))
+_join_p = jax.extend.core.Primitive("join")
+_join_p.def_impl(jax.jit(_one_array, static_argnames=("shapes", "length", "rank")))
 
 
 @cut_p.def_impl
-def _cut_now(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
+def _cut_now(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Array]:
     # With `jax.disable_jit` the compiled one would come back here.
     is_eager = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-    return (_split if is_eager else _cut_compiled)(array, shapes=shapes, rank=rank)
+    return (_split_up if is_eager else _cut_compiled)(array, shapes=shapes, rank=rank)
 
 
 @cut_p.def_abstract_eval
-def _cut_types(array: Any, *, shapes: Shapes, rank: int) -> list[Any]:
-    return [_like(array, 1 + rank, shape, rank) for shape in shapes]
+def _cut_types(array: Any, *, shapes: _Shapes, rank: int) -> list[Any]:
+    return [_type_like(array, 1 + rank, shape, rank) for shape in shapes]
 
 
-@join_p.def_abstract_eval
-def _join_type(*arrays: Any, shapes: Shapes, length: int, rank: int) -> Any:
-    return _like(arrays[0], len(shapes[0]), (length, *shapes[0][len(shapes[0]) - rank :]), rank)
+@_join_p.def_abstract_eval
+def _join_type(*arrays: Any, shapes: _Shapes, length: int, rank: int) -> Any:
+    return _type_like(arrays[0], len(shapes[0]), (length, *shapes[0][len(shapes[0]) - rank :]), rank)
 
 
-def _like(aval: Any, replaced: int, shape: tuple[int, ...], rank: int) -> Any:
+def _type_like(aval: Any, replaced: int, shape: tuple[int, ...], rank: int) -> Any:
     # The type of an array with other axes before the last `rank` ones, whole on each device; all others lie as before.
     batch, spec = aval.ndim - replaced, aval.sharding.spec
     spec = PartitionSpec(*spec[:batch], *[None] * (len(shape) - rank), *spec[aval.ndim - rank :])
@@ -202,12 +202,12 @@ def _like(aval: Any, replaced: int, shape: tuple[int, ...], rank: int) -> Any:
 
 
 # What JAX gives a rule may be NumPy's, too.
-def _transpose_cut(cotangents: Sequence[Any], array: Any, *, shapes: Shapes, rank: int) -> list[Any]:
+def _transpose_cut(cotangents: Sequence[Any], array: Any, *, shapes: _Shapes, rank: int) -> list[Any]:
     length = array.aval.shape[array.aval.ndim - 1 - rank]
     return [join([ad.instantiate_zeros(each) for each in cotangents], shapes, length, rank)]
 
 
-def _transpose_join(cotangent: Any, *arrays: Any, shapes: Shapes, length: int, rank: int) -> list[Any]:
+def _transpose_join(cotangent: Any, *arrays: Any, shapes: _Shapes, length: int, rank: int) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(array.aval) if ad.is_undefined_primal(array) else None for array in arrays]
     pieces = cut(cotangent, shapes, rank)
@@ -215,14 +215,14 @@ def _transpose_join(cotangent: Any, *arrays: Any, shapes: Shapes, length: int, r
 
 
 def _batch_cut(
-    arrays: Sequence[Any], axes: Sequence[Any], *, shapes: Shapes, rank: int
+    arrays: Sequence[Any], axes: Sequence[Any], *, shapes: _Shapes, rank: int
 ) -> tuple[list[jax.Array], list[int]]:
     pieces = cut(jnp.moveaxis(arrays[0], axes[0], 0), shapes, rank)
     return pieces, [0] * len(pieces)
 
 
 def _batch_join(
-    arrays: Sequence[Any], axes: Sequence[Any], *, shapes: Shapes, length: int, rank: int
+    arrays: Sequence[Any], axes: Sequence[Any], *, shapes: _Shapes, length: int, rank: int
 ) -> tuple[jax.Array, int]:
     # A batch axis comes before the one that is cut, and all pieces must have it. A piece that is the same for the whole
     # batch is repeated, and lies over the devices of a mesh as the others do.
@@ -239,30 +239,30 @@ def _batch_join(
 # The maps are linear, so each term of a Taylor series is mapped by itself. `jet` gives the terms of each operand, and
 # wants those of each result: a cut has one operand and many results, a join the other way round.
 def _taylor_of_cut(
-    arrays: Sequence[Any], series: Sequence[Any], *, shapes: Shapes, rank: int
+    arrays: Sequence[Any], series: Sequence[Any], *, shapes: _Shapes, rank: int
 ) -> tuple[list[jax.Array], list[Any]]:
     terms = [cut(term, shapes, rank) for term in series[0]]
     return cut(arrays[0], shapes, rank), [list(each) for each in zip(*terms, strict=True)]
 
 
 def _taylor_of_join(
-    arrays: Sequence[Any], series: Sequence[Any], *, shapes: Shapes, length: int, rank: int
+    arrays: Sequence[Any], series: Sequence[Any], *, shapes: _Shapes, length: int, rank: int
 ) -> tuple[jax.Array, list[jax.Array]]:
     terms = [join(terms, shapes, length, rank) for terms in zip(*series, strict=True)]
     return join(arrays, shapes, length, rank), terms
 
 
 ad.deflinear2(cut_p, _transpose_cut)
-ad.deflinear2(join_p, _transpose_join)
+ad.deflinear2(_join_p, _transpose_join)
 jet.jet_rules[cut_p] = _taylor_of_cut
-jet.jet_rules[join_p] = _taylor_of_join
+jet.jet_rules[_join_p] = _taylor_of_join
 batching.primitive_batchers[cut_p] = _batch_cut
-batching.primitive_batchers[join_p] = _batch_join
-mlir.register_lowering(cut_p, mlir.lower_fun(_split, multiple_results=True))
+batching.primitive_batchers[_join_p] = _batch_join
+mlir.register_lowering(cut_p, mlir.lower_fun(_split_up, multiple_results=True))
 # Run-time offsets are for CPUs, where they were measured. On a GPU the conditional would wait for the host.
 mlir.register_lowering(cut_p, mlir.lower_fun(_cut_at_run_time, multiple_results=True), platform="cpu")
 mlir.register_lowering(cut_p, mlir.lower_fun(_cut_on_tpu, multiple_results=True), platform="tpu")
-mlir.register_lowering(join_p, mlir.lower_fun(_joined, multiple_results=False))
+mlir.register_lowering(_join_p, mlir.lower_fun(_one_array, multiple_results=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Block:
     one row, if all its axes are kept.
     """
 
-    shapes: Shapes
+    shapes: _Shapes
     dtypes: tuple[Any, ...]  # of each; none of frozen arrays, which are as they lie in it
     dtype: Any  # of the whole
     length: int | None  # of the first axis, with the padding
@@ -377,7 +377,7 @@ class Block:
             return jnp.asarray(whole)
         return first_axis_whole(jnp.asarray(whole)) if self.rank else replicated(jnp.asarray(whole))
 
-    def between(self, whole: jax.Array, numbers: Sequence[int]) -> tuple[list[jax.Array], Shapes]:
+    def between(self, whole: jax.Array, numbers: Sequence[int]) -> tuple[list[jax.Array], _Shapes]:
         """Cuts out the arrays with these numbers, in ascending order, and the gaps before, between and after them.
 
         The pieces are `[gap, array, gap, array, ..., gap]`: the arrays are `pieces[1::2]`. With their shapes, which are
@@ -403,7 +403,7 @@ def _real(number: Any, dtype: DTypeLike) -> Any:
     return number.astype(dtype) if isinstance(number, jax.Array) else np.asarray(number, dtype)
 
 
-def with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int, ...], length: int) -> Shapes:
+def with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int, ...], length: int) -> _Shapes:
     """Returns the shapes of pieces at ascending `(start, size, shape)` along an axis, with the gaps around them."""
     shapes, at = [], 0
     for start, size, shape in spans:
@@ -426,7 +426,7 @@ def join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> lis
     joined = [i for i, block in enumerate(blocks) if block.length is not None]
     found = [own[0] if block.length is None else None for block, own in zip(blocks, arrays, strict=True)]
     some = tuple([blocks[i] for i in joined]), [arrays[i] for i in joined]
-    made = list(map(_join_rows, *some)) if _is_some_at_a_time(*some) else _join(*some)
+    made = list(map(_join_rows, *some)) if _is_some_at_a_time(*some) else _join_all(*some)
     for i, whole in zip(joined, made, strict=True):
         found[i] = whole
     return found
@@ -439,7 +439,7 @@ def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]
     if joined:
         some = tuple([blocks[i] for i in joined]), [leaves[i] for i in joined]
         is_some_at_a_time = _is_some_at_a_time(some[0], [[leaf] for leaf in some[1]])
-        made = list(map(_cut_rows, *some)) if is_some_at_a_time else _cut(*some)
+        made = list(map(_cut_rows, *some)) if is_some_at_a_time else _cut_all(*some)
         for i, arrays in zip(joined, made, strict=True):
             found[i] = arrays
     return found
@@ -463,12 +463,12 @@ def _is_some_at_a_time(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]])
 
 # Inside of a trace, inlining leaves no trace of these.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _join(blocks: tuple[Block, ...], arrays: Sequence[Sequence[Any]]) -> list[Any]:
+def _join_all(blocks: tuple[Block, ...], arrays: Sequence[Sequence[Any]]) -> list[Any]:
     return list(map(Block.join, blocks, arrays))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _cut(blocks: tuple[Block, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
+def _cut_all(blocks: tuple[Block, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
     return list(map(Block.cut, blocks, leaves))
 
 
@@ -485,13 +485,13 @@ def _join_rows(block: Block, rows: Sequence[Any]) -> jax.Array:
 
 def _cut_rows(block: Block, leaf: ArrayLike) -> list[jax.Array]:
     if not block.has_rows:
-        return _cut((block,), [leaf])[0]
+        return _cut_all((block,), [leaf])[0]
     leaf, found = block.gathered(leaf), []
     for start in range(0, len(block.shapes), _AT_ONCE):
         count = min(_AT_ONCE, len(block.shapes) - start)
         # The start is an operand, so that the slices for all starts are one program.
         rows = _slice(leaf, np.uint32(start), count)
-        found += _cut((_some_rows(block, count),), [rows])[0]
+        found += _cut_all((_some_rows(block, count),), [rows])[0]
     return found
 
 

@@ -42,7 +42,7 @@ from .view import View
 # -- Nodes of one kind -------------------------------------------------------------------------------------------------
 
 
-class Location(NamedTuple):
+class _Location(NamedTuple):
     """The place of the value of a leaf."""
 
     block: int | None  # which of the joined arrays it is cut from; none: it is one of the singles
@@ -50,7 +50,7 @@ class Location(NamedTuple):
     alias: Alias | None = None  # by which it is computed from that
 
 
-class Source:
+class _Unbuilt:
     """A model that is not put together: the joined arrays, and everything else."""
 
     def __init__(self, rest: Rest[Any], joined: Sequence[tuple[Form, Sequence[Any]]]) -> None:
@@ -65,27 +65,27 @@ class Source:
         frozen = {slots + i: (blocks + block, number) for i, (block, number) in held.locations.items()}
         self._locations = form.locations | frozen
 
-    def location(self, leaf: int) -> Location:
+    def location(self, leaf: int) -> _Location:
         """Returns the place of the value of a leaf of the model."""
         # The numbers of a model's leaves in one list: slots, then what is no slot, then what is computed from slots.
         slots, number = len(self.index.positions), self.index.gathers.order[leaf]
         if number >= slots + len(self.singles):
             slot, alias = self.index.computed[number - slots - len(self.singles)]
-            return Location(*self._locations[slot], alias)
-        return Location(*self._locations[number]) if number in self._locations else Location(None, number - slots)
+            return _Location(*self._locations[slot], alias)
+        return _Location(*self._locations[number]) if number in self._locations else _Location(None, number - slots)
 
     def single(self, number: int) -> Any:
         """Returns the value of a leaf that is in no joined array."""
         return self.singles[number]
 
-    def one_by_one(self, locations: Sequence[Location]) -> list[Any]:
+    def one_by_one(self, locations: Sequence[_Location]) -> list[Any]:
         """Returns the values of leaves; tied leaves are one array."""
         numbers: dict[int, set[int]] = {}
         for location in locations:
             if location.block is not None:
                 numbers.setdefault(location.block, set()).add(location.number)
         picked = {block: self.pick(block, wanted) for block, wanted in numbers.items()}
-        values: dict[Location, Any] = {}
+        values: dict[_Location, Any] = {}
         for location in dict.fromkeys(locations):
             if location.block is None:
                 values[location] = self.single(location.number)
@@ -99,14 +99,14 @@ class Source:
         pieces, _ = self.blocks[block].between(self.leaves[block], wanted)
         return dict(zip(wanted, pieces[1::2], strict=False))
 
-    def value(self, location: Location, array: jax.Array) -> Any:
+    def value(self, location: _Location, array: jax.Array) -> Any:
         """Returns the value at a location in a joined array, from the array (or several, stacked) that was cut out."""
         block, number, alias = location
         dtypes = () if block is None else self.blocks[block].dtypes
         array = cast(array, dtypes[number]) if dtypes else array
         return array if alias is None else alias.value_from(array, self.index.structure.spec(alias.source))
 
-    def along(self, columns: Sequence[Sequence[Location]]) -> list[Any]:
+    def along(self, columns: Sequence[Sequence[_Location]]) -> list[Any]:
         """Returns the values of leaves that have one location in each of several nodes, with an axis over the nodes."""
         if not columns:
             return []
@@ -124,12 +124,12 @@ class Source:
         is_in_order = np.array_equal(order, np.arange(len(order)))
         return joined if is_in_order else [_reordered(each, order) for each in joined]
 
-    def _kind(self, location: Location) -> tuple[Any, ...]:
+    def _kind(self, location: _Location) -> tuple[Any, ...]:
         """Returns a key that is equal for leaves of several nodes that can be cut out and computed as one array."""
         shape = None if location.block is None else self.blocks[location.block].shapes[location.number]
         return location.block, shape, location.alias and location.alias.transforms
 
-    def _run(self, columns: Sequence[Sequence[Location]]) -> list[Any]:
+    def _run(self, columns: Sequence[Sequence[_Location]]) -> list[Any]:
         """Does the work of `along` for nodes in which each leaf has its value from the same joined array."""
         found: dict[int, Any] = {}
         of_block: dict[int, dict[tuple[int, ...], list[int]]] = {}
@@ -210,7 +210,7 @@ def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
     return join(alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
 
 
-def part(source: Source, where: Where) -> Any:
+def _part(source: _Unbuilt, where: Where) -> Any:
     """Returns the one node, or leaf, that a `where` matches."""
     structure = source.index.structure
     spans = nodes_in(structure, where, are_alike=False)
@@ -221,13 +221,13 @@ def part(source: Source, where: Where) -> Any:
     return jtu.tree_unflatten(subtreedefs(structure)[spans[0].number], source.one_by_one(locations))
 
 
-class Alike(NamedTuple):
+class _Alike(NamedTuple):
     """Several nodes as one: the places of their leaves."""
 
     treedef: Any
     nodes: int  # how many
-    columns: list[tuple[Location, ...]]  # of the arrays that have an axis over the nodes: a location in each
-    locations: list[Location]  # of those that are the same in all
+    columns: list[tuple[_Location, ...]]  # of the arrays that have an axis over the nodes: a location in each
+    locations: list[_Location]  # of those that are the same in all
     values: list[Any]  # what is no array
     order: list[int]  # where each leaf is in all of these
 
@@ -237,13 +237,13 @@ class Alike(NamedTuple):
         return jtu.tree_unflatten(self.treedef, [leaves[i] for i in self.order])
 
 
-def alike_nodes(source: Source, where: Where) -> Alike:
+def _alike_nodes(source: _Unbuilt, where: Where) -> _Alike:
     """Returns the nodes that a `where` matches, as one."""
     structure = source.index.structure
     spans = nodes_in(structure, where, are_alike=True)
     values: dict[int, Any] = {}
-    same: dict[int, Location] = {}
-    several: dict[int, tuple[Location, ...]] = {}
+    same: dict[int, _Location] = {}
+    several: dict[int, tuple[_Location, ...]] = {}
     for j, leaves in enumerate(zip(*(range(span.start, span.stop) for span in spans), strict=True)):
         locations = tuple(map(source.location, leaves))
         if not structure.is_array(leaves[0]):
@@ -264,7 +264,7 @@ def alike_nodes(source: Source, where: Where) -> Alike:
     order |= {j: len(columns) + locations.index(location) for j, location in same.items()}
     order |= {j: len(columns) + len(locations) + i for i, j in enumerate(values)}
     treedef = subtreedefs(structure)[spans[0].number]
-    return Alike(treedef, len(spans), columns, locations, list(values.values()), [order[j] for j in range(len(order))])
+    return _Alike(treedef, len(spans), columns, locations, list(values.values()), [order[j] for j in range(len(order))])
 
 
 # -- Restructure -------------------------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ class Restructure(Generic[M]):
             ValueError: `where` matches nothing, or several nodes; see also `restructure(form)`.
             TypeError: see `restructure(form)`.
         """
-        return part(self._source(form), where)
+        return _part(self._source(form), where)
 
     def repeated(self, form: Resting, where: Where) -> Any:
         """Returns equal nodes, such as the layers of a net, as one node whose arrays have a leading axis over them.
@@ -460,7 +460,7 @@ class Restructure(Generic[M]):
             TypeError: see `restructure(form)`.
         """
         source = self._source(form)
-        found = alike_nodes(source, where)
+        found = _alike_nodes(source, where)
         same = [broadcast_as(array, found.nodes, None) for array in source.one_by_one(found.locations)]
         return found.node(source.along(found.columns), same)
 
@@ -498,7 +498,7 @@ class Restructure(Generic[M]):
             TypeError: see `restructure(form)`.
         """
         source = self._source(form)
-        found = alike_nodes(source, where)
+        found = _alike_nodes(source, where)
         # What is the same in all nodes is closed over: no copies of it, and its gradient is summed on the way.
         same = source.one_by_one(found.locations)
         further = () if xs is None else (xs,)
@@ -523,9 +523,9 @@ class Restructure(Generic[M]):
         """
         return restructure_over(take_apart(model, self.layout).rest, self._form)
 
-    def _source(self, form: Resting) -> Source:
+    def _source(self, form: Resting) -> _Unbuilt:
         own = self._form
-        return Source(self._rest, [(own, own.leaves(form)), (self._held, self._stacks)])
+        return _Unbuilt(self._rest, [(own, own.leaves(form)), (self._held, self._stacks)])
 
     def __repr__(self) -> str:
         return f"Restructure({self.layout!r}; {self._form.summary})"
@@ -536,12 +536,12 @@ halves_of: Callable[[Restructure[Any]], Any] = operator.attrgetter("_rest", "_st
 """The `Rest` of the frozen arrays that are in no stack, the stacks of the others, the form, and that of the stacks."""
 
 
-def _flatten(restructure: Restructure[Any]) -> Any:
+def _children(restructure: Restructure[Any]) -> Any:
     rest, stacks, *static = halves_of(restructure)
     return (rest, stacks), tuple(static)
 
 
-def _flatten_with_keys(restructure: Restructure[Any]) -> Any:
+def _children_with_keys(restructure: Restructure[Any]) -> Any:
     rest, stacks, *static = halves_of(restructure)
     return ((jtu.GetAttrKey("rest"), rest), (jtu.GetAttrKey("stacks"), stacks)), tuple(static)
 
@@ -551,7 +551,7 @@ def _unflatten(static: tuple[Form, Form], children: Iterable[Any]) -> Restructur
     return Restructure(rest, *static, stacks)
 
 
-jtu.register_pytree_with_keys(Restructure, _flatten_with_keys, _unflatten, _flatten)
+jtu.register_pytree_with_keys(Restructure, _children_with_keys, _unflatten, _children)
 
 
 def released(restructure: Restructure[M]) -> Rest[M]:

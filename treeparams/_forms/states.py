@@ -40,7 +40,7 @@ Entries = tuple[str, ...]
 Place = tuple[Entries, Entries]
 """The entries before and after a parameter's own in the path of an array: equal for the same array of others."""
 
-UNDIVIDED = (
+_UNDIVIDED = (
     "the state of the transformation is not kept leaf by leaf, so it cannot continue with some of the leaves: pass "
     'gradients for all of them (tp.project(model, grads, missing="zeros")), and freeze none between steps'
 )
@@ -111,12 +111,12 @@ def divide(init: Init, form: Form, state: PyTree) -> Division:
         try:
             return Division(_asked(init, form, state, has_sizes))
         except Exception as error:  # a rule may want the first leaf, or the names that it has masks for
-            why = "" if isinstance(error, UndividedError) else f" (init: {type(error).__name__})"
-            problem = problem or UNDIVIDED + why
+            why = "" if isinstance(error, _UndividedError) else f" (init: {type(error).__name__})"
+            problem = problem or _UNDIVIDED + why
     return Division((), problem)
 
 
-class UndividedError(ValueError):
+class _UndividedError(ValueError):
     """The owners of the arrays of a state cannot be found."""
 
 
@@ -127,14 +127,14 @@ def _asked(init: Init, form: Form, state: PyTree, has_sizes: bool) -> tuple[Owne
     ask = lambda leaves: _shapes_in(jax.eval_shape(init, form.treedef.unflatten(leaves)))
     own, found = _shapes_in(state), ask(marked)
     if list(own) != [tuple([key for key in path if not isinstance(key, _Number)]) for path in found]:
-        raise UndividedError
+        raise _UndividedError
     lists = _lists_in(found, len(leaves))
     owners = [_owner(form, marked, lists, *one, *other) for one, other in zip(own.items(), found.items(), strict=True)]
     shared = {path for path, owner in zip(found, owners, strict=True) if owner is None and path in own}
     if shared and len(leaves) > 1:
         without = ask([None, *leaves[1:]])
         if any(without.get(path) != own[path] for path in shared):
-            raise UndividedError
+            raise _UndividedError
     return tuple(owners)
 
 
@@ -175,7 +175,7 @@ def _owner(
         i = marked_path[stop].of
         start = max(stop - len(form.keys[i]), 0)
         if path[start:stop] != form.keys[i]:
-            raise UndividedError
+            raise _UndividedError
     elif start is not None:
         i, stop = path[start].idx, start + 1
     elif shape == marked_shape:
@@ -183,7 +183,7 @@ def _owner(
     elif form.is_bare:  # a rule that takes the one array out of its node
         i, start, stop = 0, len(path), len(path)
     else:
-        raise UndividedError
+        raise _UndividedError
     block, paths = form.blocks[i], tuple([form.paths[slot] for slot in form.members[i]])
     place = key_entries(path[:start]), key_entries(path[stop:])
     if block.length is None:
@@ -195,7 +195,7 @@ def _owner(
     for axis, size in enumerate(shape):
         if size == block.length and marked_shape == (*shape[:axis], leaves[i].leaf.shape[0], *shape[axis + 1 :]):
             return Owners(paths, place, axis, tuple(block.starts), block.has_rows)
-    raise UndividedError
+    raise _UndividedError
 
 
 # -- Copies ------------------------------------------------------------------------------------------------------------
@@ -223,15 +223,15 @@ class Piece(NamedTuple):
         if axis is None:
             return self.array
         start, stop = self.owners.starts[self.number : self.number + 2]
-        piece = _between(self.array, start, stop, axis)
+        piece = _span_of(self.array, start, stop, axis)
         if self.owners.has_rows:
             return piece.reshape(piece.shape[:axis] + piece.shape[axis + 1 :])
         if piece.ndim > 1:
-            raise ValueError(f"{UNDIVIDED}; an array of the state has {piece.ndim} axes, one of them the vector's")
+            raise ValueError(f"{_UNDIVIDED}; an array of the state has {piece.ndim} axes, one of them the vector's")
         return piece.reshape(shape)
 
 
-def _between(array: ArrayLike, start: int, stop: int, axis: int) -> Any:
+def _span_of(array: ArrayLike, start: int, stop: int, axis: int) -> Any:
     """Returns a span of an array along an axis; of a NumPy array, only the span is copied to a device."""
     if isinstance(array, np.ndarray):
         return array[(slice(None),) * axis + (slice(start, stop),)]
@@ -312,7 +312,7 @@ def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[
                 made.append(shared(entries))
             else:
                 its = [piece(owners.place, path) for path in owners.paths]
-                made.append(_join(owners, its, like.arrays[entries].shape, like.shapes))
+                made.append(_join_pieces(owners, its, like.arrays[entries].shape, like.shapes))
         except KeyError:
             raise ValueError(
                 f"the state has nothing at {join_path(entries)!r}, which a fresh state has: it was made by another "
@@ -321,7 +321,7 @@ def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[
     return made
 
 
-def _join(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...], shapes: Mapping[str, Any]) -> Any:
+def _join_pieces(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...], shapes: Mapping[str, Any]) -> Any:
     axis = owners.axis
     if axis is None:
         return pieces[0].alone(shapes[owners.paths[0]])
@@ -362,7 +362,7 @@ def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
             rows = np.concatenate([np.arange(*span) for span in spans])
             found.append(jnp.take(jnp.asarray(array), rows, axis, mode="clip"))
         else:
-            found += [jnp.asarray(_between(array, *span, axis)) for span in spans]
+            found += [jnp.asarray(_span_of(array, *span, axis)) for span in spans]
     return found
 
 

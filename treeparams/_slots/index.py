@@ -59,7 +59,7 @@ class Slot(NamedTuple):
 Slot.__module__ = "treeparams"
 
 
-class Gathers(NamedTuple):
+class _Gathers(NamedTuple):
     """Functions that pick parts of the list of a model's leaves, and the way back: each is one call that runs in C."""
 
     slots: Callable[[Any], tuple[Any, ...]]  # from the leaves of a model to one array per slot
@@ -173,7 +173,7 @@ class Index:
     # -- Trees
 
     @functools.cached_property
-    def gathers(self) -> Gathers:
+    def gathers(self) -> _Gathers:
         """The functions that take a model apart, made when a model is first taken apart.
 
         Each leaf is one of four kinds: at a slot, an array that is kept, a value that is not an array, or computed from
@@ -189,7 +189,7 @@ class Index:
         order = tuple([positions[i if i in positions else first] for i, first in enumerate(structure.first)])
         paths = tuple([structure.paths[i] for i in kept])
         tied = [(each.source, each.leaf) for each in self.ties if not each.transforms and self.trained[each.leaf]]
-        return Gathers(getter(self.positions), getter(kept), getter(values), paths, order, getter(order), tied)
+        return _Gathers(getter(self.positions), getter(kept), getter(values), paths, order, getter(order), tied)
 
     @functools.cached_property
     def canonical_leaves(self) -> Callable[[Any], tuple[Any, ...]]:
@@ -224,11 +224,11 @@ class Index:
 # -- In words ----------------------------------------------------------------------------------------------------------
 
 
-def blocks(index: Index) -> list[Table | str]:
+def table_of(index: Index) -> list[Table | str]:
     """Returns the table of the parameters, and the lines below it."""
     slots, frozen, tied_to = index.slots, index.frozen, index.tied_to
-    rows = [_row(slot, str(slot.row), f"{slot.offset:,}", tied_to) for slot in slots]
-    rows += [_row(slot, "", "frozen", tied_to) for slot in frozen]
+    rows = [_row_of_table(slot, str(slot.row), f"{slot.offset:,}", tied_to) for slot in slots]
+    rows += [_row_of_table(slot, "", "frozen", tied_to) for slot in frozen]
     table = Table(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
     total = f"{count(len(slots), 'slot')}, {count(index.size, 'element')}, {index.nbytes:,} bytes"
     held = f"; {count(sum(slot.size for slot in frozen), 'element')} frozen" if frozen else ""
@@ -236,7 +236,7 @@ def blocks(index: Index) -> list[Table | str]:
     return [table, total + held, *([f"not trained: {others}"] if others else [])]
 
 
-def _row(slot: Slot, row: str, offset: str, tied_to: Mapping[str, str]) -> list[str]:
+def _row_of_table(slot: Slot, row: str, offset: str, tied_to: Mapping[str, str]) -> list[str]:
     return [slot.path or '""', slot.key, row, offset, f"{slot.size:,}", tied_to.get(slot.path, "")]
 
 
@@ -276,21 +276,21 @@ _FLOATS = ("float", "complex", "float16", "float32", "float64", "longdouble", "c
 _PLAIN = (dict, list, tuple)
 
 
-def numbers(structure: Structure) -> list[int]:
+def _numbers(structure: Structure) -> list[int]:
     """Returns the leaves that are floating or complex numbers of Python or NumPy."""
     return [i for i, kind in enumerate(structure.values) if kind in _FLOATS]
 
 
 def no_arrays(structure: Structure) -> str:
     """Describes the leaves that are not arrays; numbers come first, since they may be mistaken for parameters."""
-    first = numbers(structure)
+    first = _numbers(structure)
     rest = [i for i, kind in enumerate(structure.values) if kind is not None and i not in first]
     return first_few([f"{structure.paths[i] or repr('')} ({structure.values[i]})" for i in (*first, *rest)])
 
 
 def warn_of_floats(structure: Structure) -> None:
     """Warns, once per kind, of numbers beside parameters in plain containers, which no class can declare."""
-    its = numbers(structure)
+    its = _numbers(structure)
     if not its or structure.is_traced:
         return
     frozen, parameters = declared_frozen(structure), frozenset(structure.parameters)
@@ -330,7 +330,7 @@ def warn_of_nothing(index: Index) -> None:
             "tp.layout(model, thaw=...)"
         )
         return
-    its = quoted([structure.paths[i] for i in numbers(structure)])
+    its = quoted([structure.paths[i] for i in _numbers(structure)])
     numbers_too = f", and {its}: numbers are not parameters; {AS_ARRAY}" if its else ""
     warn(f"nothing is trained: the model has no floating or complex arrays{numbers_too}")
 

@@ -23,7 +23,7 @@ from .._tree.structure import Structure
 from .._tree.text import Table, as_html, as_text, describe, first_few, first_lines
 from .._tree.types import PyTree, common_dtype
 from .accidents import warn_of_accidents, warn_of_parted_ties
-from .index import Index, Slot, blocks, count, differences, digest_of, refuse_refs, warn_of_floats
+from .index import Index, Slot, count, differences, digest_of, refuse_refs, table_of, warn_of_floats
 from .said import Said, change, choose
 from .ties import Alias, find_ties, followers, settle
 from .where import Where, select
@@ -202,7 +202,7 @@ class Layout:
         Raises:
             ValueError: `where` selects nothing, or only some paths of a tied parameter.
         """
-        return changed(self, where, None)
+        return _changed_by(self, where, None)
 
     def thaw(self, where: Where) -> "Layout":
         """Returns the layout with the selected parameters trained, even those that a class declares frozen.
@@ -210,7 +210,7 @@ class Layout:
         Raises:
             ValueError: `where` selects nothing, or only some paths of a tied parameter.
         """
-        return changed(self, None, where)
+        return _changed_by(self, None, where)
 
     def diff(self, other: "Layout") -> Diff:
         """Lists how two layouts differ: structure, static values, shapes, dtypes, trained parameters, and ties.
@@ -264,7 +264,7 @@ class Layout:
         return as_html(self._blocks())
 
     def _blocks(self) -> list[Table | str]:
-        return [*blocks(self._index), *self._notes]
+        return [*table_of(self._index), *self._notes]
 
 
 Layout.__module__ = "treeparams"
@@ -277,7 +277,7 @@ index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
 
 
-def _rows(here: Layout, there: Layout) -> tuple[Difference, ...]:
+def _rows_between(here: Layout, there: Layout) -> tuple[Difference, ...]:
     return here.diff(there).rows
 
 
@@ -285,7 +285,7 @@ def _statics_of_nodes(layout: Layout) -> list[Any]:
     return [node.static for node in index_of(layout).structure.nodes]
 
 
-rows_of[Layout] = _rows
+rows_of[Layout] = _rows_between
 contents[Layout] = _statics_of_nodes
 
 
@@ -323,18 +323,18 @@ def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def changed(layout: Layout, freeze: Where | None, thaw: Where | None) -> Layout:
+def _changed_by(layout: Layout, freeze: Where | None, thaw: Where | None) -> Layout:
     """Returns the layout after both statements; ties are checked only after the second."""
     index = index_of(layout)
     said = {i: index.trained[i] for i in index.structure.parameters if i not in index.follows}
     change(index.structure, index.follows, said, freeze, False)
     change(index.structure, index.follows, said, thaw, True)
-    made = relaid(layout, said)
+    made = _relaid(layout, said)
     refuse_refs(index_of(made))
     return made
 
 
-def relaid(layout: Layout, said: Said) -> Layout:
+def _relaid(layout: Layout, said: Said) -> Layout:
     """Returns the layout of the same models and ties with other trained leaves; every change of a layout goes here."""
     index = index_of(layout)
     trained = settle(index.structure, index.ties, said)
@@ -354,7 +354,7 @@ def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
 
     def make() -> Layout:
         parameters = [i for i in index.structure.parameters if i not in index.follows]
-        return relaid(layout, {i: index.sources.get(i, i) in chosen for i in parameters})
+        return _relaid(layout, {i: index.sources.get(i, i) in chosen for i in parameters})
 
     return index.structure.remember(("trained at", layout, chosen), make)
 
@@ -449,7 +449,7 @@ def layout(
     if isinstance(trainable, Layout):
         if ties is not None:
             raise ValueError("the Layout passed as `trainable` has its ties already; pass `ties` where you make it")
-        return changed(look_up(structure, trainable)[0], freeze, thaw)
+        return _changed_by(look_up(structure, trainable)[0], freeze, thaw)
     made = _make(structure, trainable, freeze, thaw, ties)
     refuse_refs(index_of(made))
     for tie in () if ties is None else index_of(made).ties:
@@ -508,7 +508,7 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
     """Reads `trainable` for the models of a layout and keeps its ties, which traced arrays do not show."""
     index = index_of(layout)
     if not isinstance(trainable, Layout):
-        return relaid(layout, choose(index.structure, index.follows, trainable))
+        return _relaid(layout, choose(index.structure, index.follows, trainable))
     other = index_of(trainable)
     if (other.structure, other.ties) != (index.structure, index.ties):
         lines = [row.in_words() for row in layout.diff(trainable).rows]

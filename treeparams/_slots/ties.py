@@ -24,7 +24,7 @@ from .said import Said, declaring_nodes
 from .where import Follows
 
 
-class Transform:
+class _Transform:
     """A linear function with a static identity: equal to another of the same function and bound arguments."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -35,7 +35,7 @@ class Transform:
             inner = inner.func
         self.function = function
         self._inner = inner
-        self._names = _names(inner)
+        self._names = _found_under(inner)
         self._bound = tuple(bound)
         try:
             hash(self._bound)
@@ -48,7 +48,7 @@ class Transform:
 
     def __eq__(self, other: object) -> bool:
         # By the function itself, not its name alone: in a notebook a name may come to stand for another function.
-        return isinstance(other, Transform) and self._inner is other._inner and self._key == other._key
+        return isinstance(other, _Transform) and self._inner is other._inner and self._key == other._key
 
     def __hash__(self) -> int:
         return hash((self._names, self._key))
@@ -89,10 +89,10 @@ class Transform:
         return result, at_zero is zeros or jaxpr.jaxpr.outvars[0] is jaxpr.jaxpr.invars[0]
 
 
-_tried: "weakref.WeakKeyDictionary[Transform, dict[Any, Any]]" = weakref.WeakKeyDictionary()  # by shape and dtype
+_tried: "weakref.WeakKeyDictionary[_Transform, dict[Any, Any]]" = weakref.WeakKeyDictionary()  # by shape and dtype
 
 
-def _names(function: Callable[..., Any]) -> tuple[str, str]:
+def _found_under(function: Callable[..., Any]) -> tuple[str, str]:
     """Returns the module and the name by which another process finds a function."""
     module = getattr(function, "__module__", None)
     for name in (getattr(function, "__qualname__", None), getattr(function, "__name__", None)):
@@ -104,12 +104,12 @@ def _names(function: Callable[..., Any]) -> tuple[str, str]:
     )
 
 
-def _found(module: str, name: str, bound: tuple[Any, ...]) -> Transform:
+def _found(module: str, name: str, bound: tuple[Any, ...]) -> _Transform:
     importlib.import_module(module)
     function = found_at(module, name)
     for args, keywords in reversed(bound):
         function = functools.partial(function, *args, **dict(keywords))
-    return Transform(function)
+    return _Transform(function)
 
 
 # -- Ties --------------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Alias(NamedTuple):
 
     leaf: int
     source: int
-    transforms: tuple[Transform, ...]
+    transforms: tuple[_Transform, ...]
     is_said: bool = False  # by a class, or to `tp.layout`; else the two are one array object
 
     # However a tie came about, programs over the two are the same.
@@ -167,7 +167,7 @@ class Alias(NamedTuple):
 def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, ...]:
     """Returns all aliases of a model, including those of frozen parameters, in the order of their sources."""
     # Sets of leaves that are one array object are named by their first leaf. Each knows at most one set above it.
-    above: dict[int, tuple[int, Transform | None]] = {}  # alias -> (source, transform), as sets
+    above: dict[int, tuple[int, _Transform | None]] = {}  # alias -> (source, transform), as sets
     named: dict[int, int] = {}  # the leaf that a tie names as source, of the set it is in
     said = set[int]()  # leaves that a tie names as alias
     for alias, source, transform in [*_declared_ties(structure), *(_given_ties(structure, given) if given else ())]:
@@ -189,7 +189,7 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
         return ()
     # Declared ties join the sets to trees, and the set at the root of a tree holds the source. The source is the leaf
     # that a tie names, which need not be the first of its set: tables and messages show the path that you wrote.
-    trees: dict[int, list[tuple[int, tuple[Transform, ...], bool]]] = {}
+    trees: dict[int, list[tuple[int, tuple[_Transform, ...], bool]]] = {}
     for leaf in structure.parameters:
         root, transforms = _root(structure, structure.first[leaf], above)
         trees.setdefault(root, []).append((leaf, transforms, leaf in said or root != structure.first[leaf]))
@@ -211,8 +211,8 @@ def followers(ties: Sequence[Alias]) -> Follows:
 
 
 def _root(
-    structure: Structure, start: int, above: Mapping[int, tuple[int, Transform | None]]
-) -> tuple[int, tuple[Transform, ...]]:
+    structure: Structure, start: int, above: Mapping[int, tuple[int, _Transform | None]]
+) -> tuple[int, tuple[_Transform, ...]]:
     """Returns the set at the end of a chain of ties, and the transforms back from it, in order of application."""
     at, transforms, passed = start, (), {start}
     while at in above:
@@ -224,7 +224,7 @@ def _root(
     return at, transforms
 
 
-def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | None]]:
+def _declared_ties(structure: Structure) -> list[tuple[int, int, _Transform | None]]:
     found = []
     for node, said in declaring_nodes(structure):
         for alias, source in said.ties.items():
@@ -241,16 +241,16 @@ def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | Non
     return found
 
 
-def _given_ties(structure: Structure, given: Given) -> list[tuple[int, int, Transform | None]]:
+def _given_ties(structure: Structure, given: Given) -> list[tuple[int, int, _Transform | None]]:
     read = {alias: read_source(source, f"ties, {alias!r}") for alias, source in read_ties(given).items()}
     return [_tie(structure, alias, *source) for alias, source in read.items()]
 
 
 def _tie(
     structure: Structure, alias: str, source: str, function: Callable[..., Any] | None
-) -> tuple[int, int, Transform | None]:
+) -> tuple[int, int, _Transform | None]:
     ends = parameter_at(structure, alias), parameter_at(structure, source)
-    return (*ends, checked(structure, *ends, function))
+    return (*ends, checked_transform(structure, *ends, function))
 
 
 def parameter_at(structure: Structure, path: str) -> int:
@@ -265,12 +265,14 @@ def parameter_at(structure: Structure, path: str) -> int:
     return i
 
 
-def checked(structure: Structure, alias: int, source: int, function: Callable[..., Any] | None) -> Transform | None:
+def checked_transform(
+    structure: Structure, alias: int, source: int, function: Callable[..., Any] | None
+) -> _Transform | None:
     """Returns the transform of a tie, `None` if it is the identity."""
     if alias == source:
         raise ValueError(f"{structure.paths[alias]!r} is tied to itself; name two paths")
     want, have = structure.spec(alias), structure.spec(source)
-    transform = None if function is None else Transform(function)
+    transform = None if function is None else _Transform(function)
     got, is_identity = (have, True) if transform is None else transform.tried(have.shape, have.dtype)
     if (got.shape, got.dtype) != (want.shape, want.dtype):
         after = f" after {transform}" if transform else ""

@@ -19,7 +19,7 @@ import jax
 import jaxtyping
 from jax.core import Tracer
 
-from .structure import Node, Spec, Structure, flatten, scan
+from .structure import Node, Spec, Structure, flatten, scan_tree
 from .types import PyTree
 
 Pair = tuple[int, int]
@@ -39,7 +39,7 @@ _OF_ONE_MODEL = frozenset({"lost", "parted", "forgotten"})
 with other parts around these leaves, are others."""
 
 
-def is_new(key: Hashable) -> bool:
+def _is_new(key: Hashable) -> bool:
     """Returns whether nobody has asked this of that key before."""
     if key in _facts:
         return False
@@ -190,15 +190,15 @@ def are_apart(values: Iterable[Any]) -> bool:
 
 AS_ARRAY = "write jnp.asarray(number), or tp.field(converter=jnp.asarray) in its class"
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
-OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
+_OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
 
 
 def warn(message: str, about: Hashable = None) -> None:
     """Gives a warning at the line that called this library; only once for each `about`."""
-    if about is not None and not is_new(about):
+    if about is not None and not _is_new(about):
         return
     frame, levels = inspect.currentframe(), 1
-    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, levels = frame.f_back, levels + 1
     warnings.warn(message, UserWarning, stacklevel=levels)
 
@@ -209,14 +209,14 @@ def name_deleted(error: Exception, tree: PyTree) -> None:
     Call it after JAX has failed: asking each array beforehand would cost more than all other checks.
     """
     leaves, treedef = flatten(tree)
-    for leaf, path in zip(leaves, scan(tree, leaves, treedef).paths, strict=True):
-        if is_concrete(type(leaf)) and leaf.is_deleted():
+    for leaf, path in zip(leaves, scan_tree(tree, leaves, treedef).paths, strict=True):
+        if _has_values(type(leaf)) and leaf.is_deleted():
             raise RuntimeError(
                 f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model after "
                 "the step, keep a copy, tp.copy(model)"
             ) from error
 
 
-def is_concrete(kind: type) -> bool:
+def _has_values(kind: type) -> bool:
     """Returns whether a type is that of JAX arrays that have values."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)

@@ -132,7 +132,7 @@ def nearest(path: str, known: Iterable[str], count: int = 3) -> str:
 
 Star = str | tuple[str, ...]
 """The entry, or a part of one, that a `*` stands for; the entries that a `**` stands for."""
-States = dict[int, tuple[Star, ...]]
+_States = dict[int, tuple[Star, ...]]
 _STARS = ("*", "**")
 
 
@@ -152,12 +152,12 @@ class Glob:
         self.text = text
         self.entries = split_path(text)
         self.stars = [token for entry in self.entries for token in _tokens(entry) if token in _STARS]
-        self.start: States = {}
+        self.start: _States = {}
         self._enter(self.start, 0, ())
 
-    def step(self, states: States, entry: str) -> States:
+    def step(self, states: _States, entry: str) -> _States:
         """Returns the positions after one more entry; empty if the glob matches nothing that begins so."""
-        after: States = {}
+        after: _States = {}
         for at, stars in states.items():
             if at < len(self.entries) and self.entries[at] == "**":
                 self._enter(after, at, (*stars[:-1], (*stars[-1], entry)), is_within=True)
@@ -167,7 +167,7 @@ class Glob:
                     self._enter(after, at + 1, (*stars, *found))
         return after
 
-    def end(self, states: States) -> tuple[Star, ...] | None:
+    def end(self, states: _States) -> tuple[Star, ...] | None:
         """Returns the stars if the glob ends here, otherwise `None`."""
         return states.get(len(self.entries))
 
@@ -205,10 +205,10 @@ class Glob:
                 texts = (star,) if isinstance(star, str) else star
                 pieces[-1] += texts[:1]
                 pieces += [[text] for text in texts[1:]]
-            entries += [_joined(each) for each in pieces if each]
+            entries += [_one_entry(each) for each in pieces if each]
         return join_path(entries)
 
-    def _enter(self, states: States, at: int, stars: tuple[Star, ...], *, is_within: bool = False) -> None:
+    def _enter(self, states: _States, at: int, stars: tuple[Star, ...], *, is_within: bool = False) -> None:
         """Adds a position, and the positions after a `**` that matches nothing more."""
         while at not in states:
             is_open = at < len(self.entries) and self.entries[at] == "**"
@@ -218,7 +218,7 @@ class Glob:
             at, is_within = at + 1, False
 
 
-def _joined(pieces: Sequence[str]) -> str:
+def _one_entry(pieces: Sequence[str]) -> str:
     """Joins pieces, each quoted like an entry, into one entry."""
     if len(pieces) == 1:
         return pieces[0]

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from .declare import is_box
 from .paths import join_path, sibling_entries
 from .static_keys import StaticKeys, identical, is_settled, with_object
-from .text import describe, kind_of
+from .text import describe, type_name
 from .types import PyTree, TreeDef, is_inexact, is_ref
 
 take = jtu.default_registry.flatten_one_level_with_keys
@@ -135,7 +135,7 @@ T = TypeVar("T")
 _MEMORIES = 256  # derived things per structure; far more than a program uses
 
 
-Entries = tuple[str, ...]
+_Entries = tuple[str, ...]
 
 
 class Spec(NamedTuple):
@@ -173,8 +173,8 @@ class Structure:
     treedef: TreeDef
     nodes: tuple[Node, ...]
     entries: tuple[tuple[str, ...], ...]  # of each leaf
-    states: "States"  # those with names
-    numbered: Mapping[int, Entries]  # the entries that their leaves had if values went by number, as elsewhere
+    states: "_States"  # those with names
+    numbered: Mapping[int, _Entries]  # the entries that their leaves had if values went by number, as elsewhere
     unkeyed: Mapping[str, list[Any]]  # of each node whose children go by number its class and their number, by path
     specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
     values: tuple[str | None, ...]  # of each leaf that is no array what it is, for messages and tables
@@ -277,7 +277,7 @@ class Structure:
         return f"{self.paths[i]!r} ({describe(spec) if spec else f'{self.values[i]}, not an array'})"
 
 
-def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
+def scan_tree(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     """Works out the structure of a tree."""
     read = _Reading(tree)
     specs: list[Spec | None] = []
@@ -299,7 +299,7 @@ def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
     settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
     is_traced = bool([kind for kind in kinds if issubclass(kind, Tracer)])
-    values = tuple([None if spec else kind_of(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
+    values = tuple([None if spec else type_name(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
     arrays = tuple(specs), values, tuple(same)
     return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, refs_in(leaves), is_traced=is_traced)
 
@@ -327,7 +327,7 @@ class _Reading:
 
     def found(
         self,
-    ) -> tuple[tuple[Node, ...], tuple[Entries, ...], "States", dict[int, Entries], dict[str, list[Any]]]:
+    ) -> tuple[tuple[Node, ...], tuple[_Entries, ...], "_States", dict[int, _Entries], dict[str, list[Any]]]:
         """Returns the nodes, the entries of each leaf, the names of states, and the nodes without keys."""
         has_states = any(self.nodes[number].cls is eqx.nn.State for number in self._unkeyed)
         states, numbered = _name_states(self.nodes, self.entries) if has_states else ({}, {})
@@ -383,11 +383,11 @@ def _entries_below(kind: type, names: Sequence[Any], path: tuple[str, ...]) -> S
     return [None] if len(names) == 1 and is_box(kind) else sibling_entries(names, path)
 
 
-States = Mapping[Entries, Sequence[Entries]]
+_States = Mapping[_Entries, Sequence[_Entries]]
 """For each `eqx.nn.State` whose values have names, by its entries: the entries that each value adds to these."""
 
 
-def _name_states(nodes: list[Node], entries: list[Entries]) -> tuple[States, dict[int, Entries]]:
+def _name_states(nodes: list[Node], entries: list[_Entries]) -> tuple[_States, dict[int, _Entries]]:
     """Calls each value of an `eqx.nn.State` after the index of the model that owns it, in the nodes and leaves below.
 
     A state is a dictionary without keys. An index is in the model, and holds the key of its value. So a state without
@@ -396,23 +396,23 @@ def _name_states(nodes: list[Node], entries: list[Entries]) -> tuple[States, dic
     Returns:
         The states that have names, and the entries of their leaves by number.
     """
-    indices: dict[Hashable, list[Entries]] = {}
+    indices: dict[Hashable, list[_Entries]] = {}
     for node in nodes:
         if node.cls is eqx.nn.StateIndex:
             indices.setdefault(node.static[-1], []).append(node.entries)
-    states, numbered = dict[Entries, list[Entries]](), dict[int, Entries]()
+    states, numbered = dict[_Entries, list[_Entries]](), dict[int, _Entries]()
     for number, node in enumerate(nodes):
         if node.cls is not eqx.nn.State or not node.static or not all(key in indices for key in node.static):
             continue
         # An optimiser's state and an average hold the indices, too: the nearest one is the model's, or the topmost.
-        far = lambda index, state=node.entries: (-_shared(index, state), len(index))
+        far = lambda index, state=node.entries: (-_count_shared(index, state), len(index))
         found = [min(indices[key], key=far) for key in node.static]
         # The model is what holds all of them, next to the state.
-        depth = _shared(node.entries, *found)
+        depth = _count_shared(node.entries, *found)
         depth += len({index[depth] for index in found}) == 1 < min(map(len, found)) - depth
         names = states[node.entries] = [index[depth:] for index in found]
 
-        def named(its: Entries, above: Entries = node.entries, names: list[Entries] = names) -> Entries:
+        def named(its: _Entries, above: _Entries = node.entries, names: list[_Entries] = names) -> _Entries:
             return (*above, *names[int(its[len(above)])], *its[len(above) + 1 :])
 
         numbered |= {i: entries[i] for i in range(node.start, node.stop)}
@@ -423,7 +423,7 @@ def _name_states(nodes: list[Node], entries: list[Entries]) -> tuple[States, dic
     return states, numbered
 
 
-def _shared(*several: Entries) -> int:
+def _count_shared(*several: _Entries) -> int:
     """Returns how many entries several paths share at the start."""
     different = (i for i, entries in enumerate(zip(*several, strict=False)) if len(set(entries)) > 1)
     return next(different, min(map(len, several)))

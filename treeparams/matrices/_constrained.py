@@ -23,7 +23,7 @@ from .._tree.structure import same_treedef
 from .._tree.types import PyTree
 
 
-def refused(operation: str) -> Callable[..., Any]:
+def _refused(operation: str) -> Callable[..., Any]:
     """Makes a method, for a class body, that raises an error and says how to get an array."""
 
     def refuse(self: "NotAnArray", *_: object, **__: object) -> Any:
@@ -38,18 +38,18 @@ class NotAnArray:
     instead: ClassVar[str]  # how to get one
 
     __array_ufunc__ = None  # so that NumPy leaves `x @ M` to us
-    __array__ = refused("NumPy")
-    __add__ = __radd__ = __sub__ = __rsub__ = refused("a sum")
-    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refused("a product entry by entry")
-    __matmul__ = __rmatmul__ = refused("@")
-    __pow__ = __rpow__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = refused("arithmetic")
-    __neg__ = __pos__ = __abs__ = __float__ = refused("arithmetic")
-    __lt__ = __le__ = __gt__ = __ge__ = refused("a comparison")
-    __getitem__ = refused("indexing")
-    __iter__ = refused("iteration")
+    __array__ = _refused("NumPy")
+    __add__ = __radd__ = __sub__ = __rsub__ = _refused("a sum")
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused("a product entry by entry")
+    __matmul__ = __rmatmul__ = _refused("@")
+    __pow__ = __rpow__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _refused("arithmetic")
+    __neg__ = __pos__ = __abs__ = __float__ = _refused("arithmetic")
+    __lt__ = __le__ = __gt__ = __ge__ = _refused("a comparison")
+    __getitem__ = _refused("indexing")
+    __iter__ = _refused("iteration")
 
 
-def replace(model: PyTree, cls: type | tuple[type, ...], dense: Callable[[Any], Any]) -> PyTree:
+def replaced(model: PyTree, cls: type | tuple[type, ...], dense: Callable[[Any], Any]) -> PyTree:
     """Returns the model with every node of a class, or of one in a tuple, replaced by `dense(node)`.
 
     Nodes within such nodes come first: `dense` gets a node in which they are replaced. Nodes that consist of the same
@@ -75,14 +75,14 @@ def replace(model: PyTree, cls: type | tuple[type, ...], dense: Callable[[Any], 
 # -- The arguments of constructors
 
 
-def is_array(value: object) -> TypeGuard[jax.Array | np.ndarray]:
+def is_jax_or_numpy(value: object) -> TypeGuard[jax.Array | np.ndarray]:
     """Returns whether it is an array of JAX or of NumPy."""
     return isinstance(value, jax.Array | np.ndarray)
 
 
 def as_parameter(value: object) -> Array:
     """Checks the floating array given to a constructor, and returns it; for the `converter` of a field."""
-    if not is_array(value):
+    if not is_jax_or_numpy(value):
         raise TypeError(f"expected an array, got {type(value).__name__}")
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
@@ -107,7 +107,7 @@ def wide(x: Array | np.ndarray) -> Array:
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
-def least_positive(dtype: DTypeLike) -> float:
+def _least_positive(dtype: DTypeLike) -> float:
     """Returns the smallest normal number: smaller ones are zero on most devices."""
     return float(jnp.finfo(dtype).tiny)
 
@@ -117,14 +117,14 @@ def as_row(vector: Array, x: Array) -> Array:
     return vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (x.shape[-1],))
 
 
-def scaled(x: Array, axis: int) -> tuple[Array, Array]:
+def unit_scaled(x: Array, axis: int) -> tuple[Array, Array]:
     """Divides vectors along an axis by their largest entry; also returns which are zero, and leaves these as they are.
 
     So their squares neither overflow nor vanish. Use it for functions of their directions alone: the scale has no
     influence on these, so its gradient is not needed.
     """
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True, initial=0))
-    is_zero = largest < least_positive(x.dtype)
+    is_zero = largest < _least_positive(x.dtype)
     # Divided by in two steps, since the reciprocal of a large number may be taken, and be zero.
     root = jnp.sqrt(jnp.where(is_zero, 1, largest))
     return x / root / root, is_zero
@@ -154,9 +154,9 @@ class AbstractConstrained(NotAnArray, eqx.Module):
 
     raw: eqx.AbstractVar[Array]
 
-    __array_ufunc__ = refused("NumPy")  # type: ignore[assignment]
+    __array_ufunc__ = _refused("NumPy")  # type: ignore[assignment]
     # A property raises where JAX asks whether there is one. Of a method jax.lax says to call jax.numpy.array.
-    __jax_array__ = property(refused("JAX"))
+    __jax_array__ = property(_refused("JAX"))
 
     @abc.abstractmethod
     def to_dense(self) -> Inexact[Array, "..."]:
@@ -188,7 +188,7 @@ def materialise(model: PyTree) -> PyTree:
         model: any pytree. Tied nodes, which are made of the same array objects, become one array.
     """
     ours = AbstractConstrained
-    return replace(
+    return replaced(
         model, constrained_kinds(), lambda node: node.to_dense() if isinstance(node, ours) else node.unwrap()
     )
 
@@ -221,13 +221,13 @@ class Positive(AbstractConstrained):
     def __init__(self, w: Array | np.ndarray):
         w = as_real(w)
         if not isinstance(w, Tracer):
-            _refuse_others(np.asarray(w).astype(np.float64), least_positive(w.dtype))
+            _refuse_others(np.asarray(w).astype(np.float64), _least_positive(w.dtype))
         x = wide(w)
         # The logarithm of exp(x) - 1, which neither overflows nor cancels when it is written so.
         self.raw = (x + jnp.log(-jnp.expm1(-x))).astype(w.dtype)
 
     def to_dense(self) -> Array:
-        least = least_positive(self.raw.dtype)
+        least = _least_positive(self.raw.dtype)
         return jnp.maximum(jax.nn.softplus(wide(self.raw)), least).astype(self.raw.dtype)
 
 

@@ -23,9 +23,9 @@ from .._slots.where import Where, select
 from .._tree.declare import field
 from .._tree.recognise import structure_of
 from .._tree.static_keys import identical
-from .._tree.structure import Structure, same_treedef, scan
+from .._tree.structure import Structure, same_treedef, scan_tree
 from .._tree.types import PyTree, TreeDef, is_complex
-from ._constrained import as_parameter, as_row, constrained_kinds, is_array, replace, wide
+from ._constrained import as_parameter, as_row, constrained_kinds, is_jax_or_numpy, replaced, wide
 from ._matrix import AbstractMatrix, Weight, apply, apply_transposed, as_weight, to_dense
 
 
@@ -84,7 +84,7 @@ class AbstractImputing(AbstractMatrix):
         Raises:
             ValueError: x holds NaN that the mask does not cover, and as `M @ x`; within a trace such products are NaN.
         """
-        if not is_array(x):
+        if not is_jax_or_numpy(x):
             raise TypeError(f"expected an array, got {type(x).__name__}")
         if missing is None:
             return self @ x
@@ -273,7 +273,7 @@ class LowRank(AbstractMatrix):
 
     def to_dense(self) -> Array:
         base = to_dense(self.base)
-        return _changed(base, (self.scale * wide(self.a) @ wide(self.b)).astype(base.dtype))
+        return _with_change(base, (self.scale * wide(self.a) @ wide(self.b)).astype(base.dtype))
 
 
 def _imputes(node: object) -> bool:
@@ -281,14 +281,14 @@ def _imputes(node: object) -> bool:
 
 
 @jax.custom_jvp
-def _changed(base: Array, change: Array) -> Array:
+def _with_change(base: Array, change: Array) -> Array:
     # Minus zero plus zero is zero, but an untouched base must stay the same bit for bit.
     return jnp.where(change == 0, base, base + change)
 
 
-@_changed.defjvp
+@_with_change.defjvp
 def _changed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _changed(*primals), tangents[0] + tangents[1]
+    return _with_change(*primals), tangents[0] + tangents[1]
 
 
 def lora(
@@ -335,7 +335,7 @@ def lora(
     structure = structure_of(model)[2]
     units, treedef = jtu.tree_flatten(model, is_leaf=_is_unit)
     unit_of = [i for i, unit in enumerate(units) for _ in jtu.tree_leaves(unit)]
-    chosen = _bases(structure, _above(units, treedef), units, unit_of, where)
+    chosen = _units_to_change(structure, _above(units, treedef), units, unit_of, where)
     first = _first_of_tie(structure, units, unit_of, chosen, where)
     bases = sorted(set(first.values()))
     keys = dict(zip(bases, jax.random.split(key, len(bases)), strict=True))
@@ -362,7 +362,7 @@ def merge(model: PyTree) -> PyTree:
     Args:
         model: any pytree.
     """
-    return replace(model, LowRank, LowRank.to_dense)
+    return replaced(model, LowRank, LowRank.to_dense)
 
 
 # -- A unit is an array, a matrix, or a constrained array: it is changed as a whole, or stays as it is
@@ -376,10 +376,12 @@ def _is_unit(node: object) -> bool:
 def _above(units: list[Any], treedef: TreeDef) -> Structure:
     """Returns the structure of the model above its units: each is one array there."""
     arrays = [jax.ShapeDtypeStruct((), jnp.float32) if _is_unit(unit) else unit for unit in units]
-    return scan(jtu.tree_unflatten(treedef, arrays), arrays, treedef)
+    return scan_tree(jtu.tree_unflatten(treedef, arrays), arrays, treedef)
 
 
-def _bases(structure: Structure, above: Structure, units: list[Any], unit_of: list[int], where: Where) -> list[int]:
+def _units_to_change(
+    structure: Structure, above: Structure, units: list[Any], unit_of: list[int], where: Where
+) -> list[int]:
     """Returns the units that are changed."""
     selected: dict[int, list[int]] = {}
     for leaf in sorted(select(structure, where)):
@@ -425,7 +427,7 @@ def _first_of_tie(
             why = "tied through a transform, which a low-rank change of either would undo: leave both out"
         elif len(inside) == 1:
             why = f"one array, but {where!r} selects only the latter: select both, or tp.untie the model first"
-        elif not _are_one(*(units[i] for i in ends)):
+        elif not _are_one_matrix(*(units[i] for i in ends)):
             why = "one array in matrices that differ, so that neither gets the other's change: leave both out"
         else:
             first |= dict.fromkeys(ends, min(first[i] for i in ends))
@@ -434,7 +436,7 @@ def _first_of_tie(
     return first
 
 
-def _are_one(unit: Any, other: Any) -> bool:
+def _are_one_matrix(unit: Any, other: Any) -> bool:
     """Returns whether two units that share an array are the same matrix."""
     (leaves, treedef), (others, of_other) = map(jtu.tree_flatten, (unit, other))
     both_arrays = not _is_unit(unit) and not _is_unit(other)  # which may be declared to be one

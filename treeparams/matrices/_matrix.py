@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact
 
 from .._tree.text import imported
-from ._constrained import NotAnArray, as_parameter, is_array
+from ._constrained import NotAnArray, as_parameter, is_jax_or_numpy
 
 
 class AbstractMatrix(NotAnArray, eqx.Module):
@@ -95,14 +95,14 @@ class AbstractMatrix(NotAnArray, eqx.Module):
     def __matmul__(self, other: object) -> Any:
         if isinstance(other, AbstractMatrix):
             return Product(self, other)
-        if not is_array(other):
+        if not is_jax_or_numpy(other):
             return NotImplemented
         axis = -1 if np.ndim(other) == 1 else -2
         x = self._operand(other, axis)
         return jnp.moveaxis(self.apply(x).astype(x.dtype), -1, axis)
 
     def __rmatmul__(self, other: object) -> Any:
-        if not is_array(other):
+        if not is_jax_or_numpy(other):
             return NotImplemented
         x = self._operand(other, -1, transposed=True)
         return self.apply_transposed(x).astype(x.dtype)
@@ -155,7 +155,7 @@ class AbstractMatrix(NotAnArray, eqx.Module):
 
 
 def _is_scalar(value: object) -> TypeGuard[ArrayLike]:
-    return isinstance(value, numbers.Number | np.generic) or (is_array(value) and value.ndim == 0)
+    return isinstance(value, numbers.Number | np.generic) or (is_jax_or_numpy(value) and value.ndim == 0)
 
 
 # -- A weight is an array, of NumPy where a model was loaded so, or a matrix
@@ -256,8 +256,8 @@ class Scaled(AbstractMatrix):
 
     def __init__(self, matrix: Weight, factor: ArrayLike):
         self.matrix = matrix
-        self.factor = jnp.asarray(factor) if is_array(factor) else None
-        self.number = 1 if is_array(factor) else (factor.item() if isinstance(factor, np.generic) else factor)
+        self.factor = jnp.asarray(factor) if is_jax_or_numpy(factor) else None
+        self.number = 1 if is_jax_or_numpy(factor) else (factor.item() if isinstance(factor, np.generic) else factor)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -293,16 +293,16 @@ class Lineax(AbstractMatrix):
         return self.operator.out_size(), self.operator.in_size()
 
     def apply(self, x: Array) -> Array:
-        return _each(self.operator.mv, x)
+        return _each_vector(self.operator.mv, x)
 
     def apply_transposed(self, x: Array) -> Array:
-        return _each(self.operator.transpose().mv, x)
+        return _each_vector(self.operator.transpose().mv, x)
 
     def to_dense(self) -> Array:
         return self.operator.as_matrix()
 
 
-def _each(f: Callable[[Array], Array], x: Array) -> Array:
+def _each_vector(f: Callable[[Array], Array], x: Array) -> Array:
     y = jax.vmap(f)(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
     return y.reshape(*x.shape[:-1], y.shape[-1])
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from .._forms.mesh import varying_alike
 from .._tree.text import describe
-from ._constrained import as_real, as_row, scaled, wide
+from ._constrained import as_real, as_row, unit_scaled, wide
 from ._matrix import AbstractMatrix, Transposed, Weight, as_weight, to_dense
 
 _BLOCK = 128  # reflections; measured at n = 1024 to 4096: half of it takes as long and three times the memory in AD
@@ -107,7 +107,7 @@ class Orthogonal(AbstractOrthogonal):
     ) -> "Orthogonal":
         """Makes a random one of n reflections, which is uniform over the orthogonal matrices, or of fewer."""
         reflections = n if reflections is None else reflections
-        check_sizes(n=n, reflections=reflections)
+        _check_sizes(n=n, reflections=reflections)
         return cls(jax.random.normal(key, (reflections, n), float if dtype is None else dtype))
 
     @property
@@ -122,7 +122,7 @@ class Orthogonal(AbstractOrthogonal):
         return _reflected(self.vectors, x, transposed=True)
 
     def slogdet(self) -> tuple[Array, Array]:
-        is_identity = scaled(wide(self.vectors), -1)[1]  # as the product sees it
+        is_identity = unit_scaled(wide(self.vectors), -1)[1]  # as the product sees it
         sign = jnp.prod(jnp.where(is_identity, 1, -1), axis=(-1, -2)).astype(self.dtype)
         return sign, jnp.zeros_like(sign)
 
@@ -158,7 +158,7 @@ class Givens(AbstractOrthogonal):
     def random(cls, n: int, *, key: Array, layers: int | None = None, dtype: DTypeLike | None = None) -> "Givens":
         """Makes a random one of n layers, which can express every rotation, or of fewer; the angles are uniform."""
         layers = n if layers is None else layers
-        check_sizes(n=n, layers=layers)
+        _check_sizes(n=n, layers=layers)
         dtype = float if dtype is None else dtype
         return cls(jax.random.uniform(key, (layers, n // 2), dtype, minval=-jnp.pi, maxval=jnp.pi), n)
 
@@ -176,7 +176,7 @@ class Givens(AbstractOrthogonal):
         return jnp.ones(self.shape[:-2], self.dtype), jnp.zeros(self.shape[:-2], self.dtype)
 
 
-def check_sizes(**sizes: int) -> None:
+def _check_sizes(**sizes: int) -> None:
     """Raises an error unless all can be sizes of arrays."""
     if any(size < 0 for size in sizes.values()):
         got = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -197,21 +197,21 @@ def _reflected(vectors: Array, x: Array, transposed: bool) -> Array:
         return x
     dtype, x = x.dtype, wide(x)
     # Real, also where x is complex; and neither so long nor so short that a square is no number.
-    vectors, _ = scaled(vectors.astype(jnp.finfo(x.dtype).dtype), -1)
+    vectors, _ = unit_scaled(vectors.astype(jnp.finfo(x.dtype).dtype), -1)
     blocks = -(-count // min(_BLOCK, n))  # more than n vectors depend on each other, which a triangle takes badly
     size = -(-count // blocks)
     if blocks == 1:
-        return _block(vectors, x, transposed).astype(dtype)
+        return _block_of_reflections(vectors, x, transposed).astype(dtype)
     x, vectors = varying_alike([x, vectors])  # the carry of a scan keeps its type
     stacked = jnp.pad(vectors, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, n)
 
     def next_block(x: Array, block: Array) -> tuple[Array, None]:
-        return _block(block, x, transposed), None
+        return _block_of_reflections(block, x, transposed), None
 
     return jax.lax.scan(next_block, x, stacked, reverse=not transposed)[0].astype(dtype)
 
 
-def _block(vectors: Array, x: Array, transposed: bool) -> Array:
+def _block_of_reflections(vectors: Array, x: Array, transposed: bool) -> Array:
     gram = _matmul(vectors, vectors.T)
     squares = jnp.diagonal(gram)
     # With a one on the diagonal a vector of zeros has no effect.
@@ -371,7 +371,7 @@ class SVD(AbstractInvertible):
         """
         if kind not in get_args(Kind):
             raise ValueError(f'kind must be "householder" or "givens", got {kind!r}')
-        check_sizes(m=m, n=n)
+        _check_sizes(m=m, n=n)
         size = min(m, n)
 
         def factor(of: int, key: Array) -> Orthogonal | Givens:

@@ -16,7 +16,7 @@ from .._slots.layout import Layout, Trainable
 from .._tree.structure import is_array
 from .._tree.text import describe, imported
 from .._tree.types import PyTree
-from ._reals import Reals, from_reals, given_back, in_reals, loss_of_reals, mapped, of_reals, parts_of, taken
+from ._reals import Reals, array_parts, from_reals, given_back, in_reals, loss_of_reals, mapped, of_reals, taken
 
 
 class Operator(eqx.Module):
@@ -108,7 +108,7 @@ class Operator(eqx.Module):
         Raises:
             ValueError: `chunk` is no count.
         """
-        return columns(self, chunk, "products", lambda column, i: jnp.sum(column, where=jnp.arange(column.size) == i))
+        return _columns(self, chunk, "products", lambda column, i: jnp.sum(column, where=jnp.arange(column.size) == i))
 
     def as_lineax(self, tags: object = None) -> Any:
         """Returns the operator for lineax's solvers, over the real vector of the parameters.
@@ -139,7 +139,7 @@ class Operator(eqx.Module):
 Operator.__module__ = "treeparams.nested"
 
 
-def columns(operator: Operator, chunk: int | None, noun: str, of: Callable[[jax.Array, jax.Array], Any]) -> jax.Array:
+def _columns(operator: Operator, chunk: int | None, noun: str, of: Callable[[jax.Array, jax.Array], Any]) -> jax.Array:
     """Returns `of(column, number)` for each column of the matrix over the real vector."""
     block = reals_of(operator.layout).blocks[0]
     one = lambda i: of(operator(jax.nn.one_hot(i, block.size, dtype=block.dtype)), i)
@@ -184,7 +184,7 @@ def hessian_operator(
     """
 
     def operator(model: PyTree, *args: object) -> Operator:
-        parts = parts_of(model, trainable)
+        parts = array_parts(model, trainable)
         slots = in_reals(parts.slots)
         _, linear = jax.linearize(jax.grad(loss_of_reals(f, parts, *args)), slots)
         return Operator(linear, damping, parts.layout, shardings_of(slots))
@@ -228,16 +228,16 @@ def ggn_operator(
     """
 
     def operator(model: PyTree, *args: object) -> Operator:
-        parts = parts_of(model, trainable)
+        parts = array_parts(model, trainable)
         of_parameters, slots = of_reals(f, parts, *args), in_reals(parts.slots)
         outputs, forward = jax.linearize(lambda reals: in_reals(of_parameters(reals)), slots)
         _, curvature = jax.linearize(jax.grad(lambda outputs: loss(from_reals(outputs))), outputs)
-        return Operator(jtu.Partial(_between, forward, curvature), damping, parts.layout, shardings_of(slots))
+        return Operator(jtu.Partial(_gauss_newton, forward, curvature), damping, parts.layout, shardings_of(slots))
 
     return operator
 
 
-def _between(forward: Callable[[Any], Any], curvature: Callable[[Any], Any], direction: Reals) -> Reals:
+def _gauss_newton(forward: Callable[[Any], Any], curvature: Callable[[Any], Any], direction: Reals) -> Reals:
     """Returns `J^T H J` times a direction, from linear functions that are pytrees."""
     (product,) = jax.linear_transpose(forward, direction)(curvature(forward(direction)))
     return product
@@ -282,7 +282,7 @@ def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[...
     """
 
     def product(model: PyTree, tangent: PyTree, *args: object) -> PyTree:
-        parts = parts_of(model, trainable)
+        parts = array_parts(model, trainable)
         gradient = jax.grad(loss_of_reals(f, parts, *args))
         _, change = jax.jvp(gradient, (in_reals(parts.slots),), (taken(parts.layout, tangent),))
         return given_back(parts.layout, change, tangent)
@@ -321,6 +321,6 @@ def hessian(
     operator = hessian_operator(f, trainable=trainable)
 
     def matrix(model: PyTree, *args: object) -> jax.Array:
-        return columns(operator(model, *args), chunk, "columns", lambda column, _: column)
+        return _columns(operator(model, *args), chunk, "columns", lambda column, _: column)
 
     return matrix

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from .._programs import Kind, Walk, bind, derivative, is_floating, is_linear, kind_of, name_of, programs
+from .._programs import Kind, Walk, bind, derivative, is_floating, is_linear, kind_of, operation_name, programs
 from .._tree.memory import warn
 from .._tree.recognise import structure_of
 from .._tree.text import count_of, describe
@@ -201,7 +201,7 @@ class _Forward(Walk[Any]):
                 "it a rule for jvp, or use the trace of jax.jacrev(jax.grad(f))"
             )
         if Kind.RULE not in kind and eqn.primitive.name != "abs":
-            self.unknown.add(name_of(eqn))
+            self.unknown.add(operation_name(eqn))
         return _traced(of, depends)
 
 
@@ -467,7 +467,7 @@ def _check_independence(f: Callable[[Any], jax.Array], x: jax.Array) -> None:
         signs = 1 - 2 * (number >> digit & 1)
         expected = _signed(signs, together)
         difference = push(_signed(signs, direction)) - expected
-        mixed = np.flatnonzero(_norms(difference) > _ROUNDING * eps * _norms(expected))
+        mixed = np.flatnonzero(_norm_of_each(difference) > _ROUNDING * eps * _norm_of_each(expected))
         if mixed.size:
             raise ValueError(
                 "f mixes the samples of the batch (a normalisation over it, attention, a sum?), sample "
@@ -480,6 +480,6 @@ def _signed(signs: np.ndarray, samples: jax.Array) -> jax.Array:
     return samples * jnp.asarray(signs.reshape(-1, *[1] * (samples.ndim - 1)), samples.dtype)
 
 
-def _norms(samples: jax.Array) -> np.ndarray:
+def _norm_of_each(samples: jax.Array) -> np.ndarray:
     """Returns the norm of each sample."""
     return np.sqrt(np.sum(np.asarray(samples, float) ** 2, axis=tuple(range(1, samples.ndim))))

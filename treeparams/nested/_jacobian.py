@@ -14,7 +14,19 @@ from .._forms.mesh import replicated
 from .._slots.layout import Trainable
 from .._tree.text import count_of
 from .._tree.types import PyTree, common_dtype, is_complex, widened
-from ._reals import Reals, basis, in_reals, in_sweeps, length_of, mapped, of_reals, output, own_copies, parts_of, taken
+from ._reals import (
+    Reals,
+    array_parts,
+    basis,
+    in_reals,
+    in_sweeps,
+    length_of,
+    mapped,
+    of_reals,
+    output,
+    own_copies,
+    taken,
+)
 
 Mode = Literal["real", "complex", "holomorphic"]
 
@@ -72,19 +84,19 @@ def parameter_jacobian(
 
     def jacobian(model: PyTree, xs: PyTree) -> jax.Array:
         length_of(xs)
-        of = Outputs(f, model, xs, mode, trainable)
+        of = _Outputs(f, model, xs, mode, trainable)
         return mapped(of.rows, xs, chunk, "samples")
 
     return jacobian
 
 
-class Outputs:
+class _Outputs:
     """`f(model, x)` as a vector for each sample, and the slots that it is differentiated in: in reals, or complex."""
 
     def __init__(self, f: Callable[..., Any], model: PyTree, batch: PyTree, mode: Mode, trainable: Trainable) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be 'real', 'complex' or 'holomorphic', got {mode!r}")
-        parts = parts_of(model, trainable)
+        parts = array_parts(model, trainable)
         self.mode, self._f, self._parts = mode, f, parts
         slots, self.form = in_reals(parts.slots), reals_of(parts.layout)
         self.dtype = self.form.dtype
@@ -147,7 +159,7 @@ def linearised(f: Callable[..., PyTree], *, trainable: Trainable = None) -> Call
     """
 
     def near(model: PyTree, direction: PyTree, *args: object) -> PyTree:
-        parts = parts_of(model, trainable)
+        parts = array_parts(model, trainable)
         along = taken(parts.layout, direction)
         value, change = jax.jvp(of_reals(f, parts, *args), (in_reals(parts.slots),), (along,))
         return jax.tree.map(lambda y, dy: y if dy.dtype == jax.dtypes.float0 else y + dy, value, change)
@@ -197,7 +209,7 @@ def per_example_gradients(
 
     def gradients(model: PyTree, *batch: PyTree) -> PyTree:
         length_of(batch)
-        parts = parts_of(model, trainable)
+        parts = array_parts(model, trainable)
         joined = vector_of(parts.layout).join if flat else parts.canonical
 
         def of(slots: tuple[jax.Array, ...], example: tuple[PyTree, ...]) -> jax.Array:
@@ -264,15 +276,15 @@ def kernel(
 
     def matrix(model: PyTree, xs: PyTree, ys: PyTree | None = None) -> jax.Array:
         samples = length_of(xs)
-        of = Outputs(f, model, xs, mode, trainable)
+        of = _Outputs(f, model, xs, mode, trainable)
         of.slots = jax.tree.map(replicated, of.slots)  # rows of all samples are multiplied with one another
         size = None if chunk is None else count_of("chunk", chunk, "rows")
-        left = right = _Rows(of, xs, size, samples)
+        left = right = _JacobianRows(of, xs, size, samples)
         if ys is not None or axis_name is not None:
             ys = xs if ys is None else ys
             every = ys if axis_name is None else jax.lax.all_gather(ys, axis_name, tiled=True)
-            right = _Rows(of, every, size, length_of(ys))  # as many at once as one device has
-        product = _product(left, right, widened(of.dtype))
+            right = _JacobianRows(of, every, size, length_of(ys))  # as many at once as one device has
+        product = _kernel_of(left, right, widened(of.dtype))
         return product if axis_name is None else _of_all_devices(product, axis_name)
 
     return matrix
@@ -281,10 +293,10 @@ def kernel(
 _ALL = 2**26  # elements of a Jacobian that may be there as a whole, 256 MiB of float32
 
 
-class _Rows:
+class _JacobianRows:
     """The rows of a Jacobian, sample by sample with the outputs of each: in blocks, of which the last repeats a row."""
 
-    def __init__(self, of: Outputs, samples: PyTree, at_once: int | None, unless_all: int) -> None:
+    def __init__(self, of: _Outputs, samples: PyTree, at_once: int | None, unless_all: int) -> None:
         self.outputs = jax.eval_shape(jax.vmap(lambda x: of(of.slots, x)), samples).shape[1]
         self.count = length_of(samples) * self.outputs
         is_small = self.count * sum(leaf.size for leaf in jax.tree.leaves(of.slots)) <= _ALL
@@ -318,7 +330,7 @@ class _Rows:
         return jax.vjp(lambda slots: self._of(slots, x), self._of.slots)
 
 
-def _product(left: _Rows, right: _Rows, dtype: np.dtype) -> jax.Array:
+def _kernel_of(left: _JacobianRows, right: _JacobianRows, dtype: np.dtype) -> jax.Array:
     """Returns `J J^H` of these rows, block by block."""
     if left.count == 0 or right.count == 0:
         return jnp.zeros((left.count, right.count), dtype)
@@ -332,13 +344,15 @@ def _product(left: _Rows, right: _Rows, dtype: np.dtype) -> jax.Array:
     def across(i: int | jax.Array) -> jax.Array:
         rows = left.block(i)
         if left is not right:
-            return _each(lambda j: product(rows, right.block(j)), right.blocks)
+            return _of_each(lambda j: product(rows, right.block(j)), right.blocks)
         if left.blocks == 1:
             return product(rows, rows)[None]
         nothing = jnp.zeros_like(product(rows, rows))  # above the diagonal, where blocks are filled in below
-        return _each(lambda j: jax.lax.cond(j <= i, lambda: product(rows, left.block(j)), lambda: nothing), left.blocks)
+        return _of_each(
+            lambda j: jax.lax.cond(j <= i, lambda: product(rows, left.block(j)), lambda: nothing), left.blocks
+        )
 
-    blocks = _each(across, left.blocks)
+    blocks = _of_each(across, left.blocks)
     if left is right:
         # Block (j, i) is `J_j J_i^H`, and so block (i, j) turned and conjugated.
         number = jnp.arange(left.blocks)
@@ -357,6 +371,6 @@ def _of_all_devices(product: jax.Array, axis_name: Hashable) -> jax.Array:
     return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, product, start, 0), axis_name)
 
 
-def _each(f: Callable[[int | jax.Array], jax.Array], count: int) -> jax.Array:
+def _of_each(f: Callable[[int | jax.Array], jax.Array], count: int) -> jax.Array:
     """Returns `f` of each number below the count; without a loop if there is one."""
     return f(0)[None] if count == 1 else jax.lax.map(f, jnp.arange(count))

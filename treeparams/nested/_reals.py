@@ -25,29 +25,29 @@ from .._tree.text import count_of, describe
 from .._tree.types import PyTree, common_dtype, is_complex
 
 
-class Pair(NamedTuple):
+class _ComplexPair(NamedTuple):
     """The real and the imaginary part of a complex array, which replace it in a tree."""
 
     real: Any
     imag: Any
 
 
-Reals = tuple[jax.Array | Pair, ...]
+Reals = tuple[jax.Array | _ComplexPair, ...]
 """One value for each slot, complex ones as pairs."""
 
 
 def in_reals(tree: PyTree) -> PyTree:
     """Returns a tree of arrays with complex ones as pairs."""
-    return jax.tree.map(lambda leaf: Pair(leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: _ComplexPair(leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else leaf, tree)
 
 
 def from_reals(tree: PyTree) -> PyTree:
     """Returns a tree of arrays with pairs as complex ones."""
-    is_pair = lambda node: isinstance(node, Pair)
+    is_pair = lambda node: isinstance(node, _ComplexPair)
     return jax.tree.map(lambda node: jax.lax.complex(*node) if is_pair(node) else node, tree, is_leaf=is_pair)
 
 
-def parts_of(model: PyTree, trainable: Trainable) -> Parts:
+def array_parts(model: PyTree, trainable: Trainable) -> Parts:
     """Takes the model apart, with JAX arrays in its slots."""
     parts = take_apart(model, trainable)
     return Parts(tuple(map(jnp.asarray, parts.slots)), parts.rest)
@@ -86,20 +86,20 @@ def own_copies(f: Callable[[Any], Any], slots: Reals) -> Reals:
 # -- Tangents ----------------------------------------------------------------------------------------------------------
 
 
-def joined(layout: Layout, reals: Reals) -> jax.Array:
+def _as_vector(layout: Layout, reals: Reals) -> jax.Array:
     """Returns the real vector of one value per slot in reals."""
     return reals_of(layout).join(jax.tree.leaves(reals))
 
 
-def divided(layout: Layout, vector: jax.Array | np.ndarray) -> Reals:
-    """Inverts `joined`."""
+def _from_vector(layout: Layout, vector: jax.Array | np.ndarray) -> Reals:
+    """Inverts `_as_vector`."""
     if index_of(layout).complex_slots and jnp.iscomplexobj(vector):
         raise TypeError(
             "expected a real vector, with complex parameters as pairs of reals (nested.real_vector), "
             f"got {vector.dtype}"
         )
     cut = iter(reals_of(layout).cut(vector))
-    return tuple(Pair(next(cut), next(cut)) if is_complex(slot.dtype) else next(cut) for slot in layout.slots)
+    return tuple(_ComplexPair(next(cut), next(cut)) if is_complex(slot.dtype) else next(cut) for slot in layout.slots)
 
 
 def taken(layout: Layout, tangent: PyTree) -> Reals:
@@ -112,7 +112,7 @@ def taken(layout: Layout, tangent: PyTree) -> Reals:
         return in_reals(tuple(vector_of(layout).cut(tangent)))
     length = reals_of(layout).blocks[0].size
     if shape == (length,):
-        return divided(layout, tangent)
+        return _from_vector(layout, tangent)
     if is_array(tangent) and not jtu.treedef_is_leaf(index.structure.treedef):
         pairs = f" (or {length}, complex ones as pairs of reals)" if index.complex_slots else ""
         raise ValueError(
@@ -131,7 +131,7 @@ def given_back(layout: Layout, reals: Reals, tangent: PyTree) -> PyTree:
     if shape == (layout.size,):
         return _no_narrower(vector_of(layout).join(from_reals(reals)), tangent)
     if shape == (reals_of(layout).blocks[0].size,):
-        return _no_narrower(joined(layout, reals), tangent)
+        return _no_narrower(_as_vector(layout, reals), tangent)
     index = index_of(layout)
     entries = per_slot(index, tangent, "first")
     return index.canonical(list(map(_no_narrower, from_reals(reals), entries)), index.structure.treedef)
@@ -170,12 +170,12 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
         ValueError: as `tp.layout`.
         TypeError: as `tp.layout`.
     """
-    parts = parts_of(model, trainable)
-    return joined(parts.layout, in_reals(parts.slots)), jtu.Partial(_restructured, parts.rest)
+    parts = array_parts(model, trainable)
+    return _as_vector(parts.layout, in_reals(parts.slots)), jtu.Partial(_restructured, parts.rest)
 
 
 def _restructured(rest: Rest[Any], vector: jax.Array | np.ndarray) -> Any:
-    return put_together(rest, from_reals(divided(rest.layout, vector)))
+    return put_together(rest, from_reals(_from_vector(rest.layout, vector)))
 
 
 # -- A function at many values, all or some at a time; linear functions along each direction ---------------------------

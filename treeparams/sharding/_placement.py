@@ -35,31 +35,31 @@ from ._specs import (
     Place,
     Rule,
     Rules,
+    axes_named,
     check_rules,
-    checked,
+    checked_place,
     group_of,
     join_over,
     matches,
     misfit_in_words,
-    names_of,
     put_leaf,
     refuse,
     spec_of,
 )
 
-Make = Callable[[PyTree], PyTree]
-Entries = list[Any]
+_Make = Callable[[PyTree], PyTree]
+_Entries = list[Any]
 """The entries of the `PartitionSpec` of an array, one for each axis."""
 
 
-def entries_of(make: Make, form: Form, specs: Sequence[PartitionSpec], start: PyTree) -> list[Entries]:
+def _entries_at(make: _Make, form: Form, specs: Sequence[PartitionSpec], start: PyTree) -> list[_Entries]:
     """Finds how each array of `start` lies, which `make` makes from parameters in a form that lies by `specs`.
 
     Most arrays have the shape of the block that they belong to, and lie as it does. For arrays of another shape (SM3's
     vectors for each axis, Adafactor's factors), `_ask` finds it out. An array that all parameters share is whole.
     """
     arrays = jtu.tree_leaves(start)
-    found: list[Entries] = [[None] * array.ndim for array in arrays]
+    found: list[_Entries] = [[None] * array.ndim for array in arrays]
     if not any(map(any, specs)):
         return found
     division = divide(make, form, start)
@@ -77,7 +77,7 @@ def entries_of(make: Make, form: Form, specs: Sequence[PartitionSpec], start: Py
     return found
 
 
-def _as_block(shape: tuple[int, ...], axis: int | None, block: Block, spec: PartitionSpec) -> tuple[Entries, bool]:
+def _as_block(shape: tuple[int, ...], axis: int | None, block: Block, spec: PartitionSpec) -> tuple[_Entries, bool]:
     """Returns the entries of an array of a block that follow from the block's, and whether they are complete.
 
     The block's pieces follow one another along `axis`; with `None`, the array belongs to a single parameter.
@@ -93,12 +93,12 @@ def _as_block(shape: tuple[int, ...], axis: int | None, block: Block, spec: Part
 
 
 def _ask(
-    make: Make,
+    make: _Make,
     form: Form,
     specs: Sequence[PartitionSpec],
     start: PyTree,
     unknown: Mapping[int, int],
-    found: list[Entries],
+    found: list[_Entries],
 ) -> None:
     """Completes the entries of arrays whose axes are not those of their blocks.
 
@@ -128,7 +128,7 @@ def _ask(
                 found[n][axes[0]] = entry
 
 
-def _within(block: Block, spec: PartitionSpec) -> Entries:
+def _within(block: Block, spec: PartitionSpec) -> _Entries:
     """Returns the entries of a block, with `None` for the axis along which parameters are joined."""
     return [*spec] if block.length is None else [None, *spec[1:]]
 
@@ -140,7 +140,7 @@ def _longer(block: Block, spec: PartitionSpec, entry: MeshAxes) -> jax.ShapeDtyp
     return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(block.dtype))
 
 
-class Frozen:
+class _Frozen:
     """How each frozen parameter is sharded. Static.
 
     Shardings are kept by path, since models of one layout may differ in which of their frozen arrays are the same
@@ -160,7 +160,7 @@ class Frozen:
         for leaf, slot in zip(apart, index.described(apart), strict=True):
             where, rule = rules[leaf]
             # No update reads a frozen row, so no device need own it: it is split if it can be.
-            problem, place = checked(slot.shape, rule, axes, 0 if name == "stacks" else None, name)
+            problem, place = checked_place(slot.shape, rule, axes, 0 if name == "stacks" else None, name)
             wrong += [misfit_in_words(slot, where, problem)] if problem else []
             self.rows.append((slot, place))
         refuse(wrong)
@@ -220,12 +220,12 @@ MAKERS: dict[str, Callable[[Layout, int], Form]] = {
 
 def _in_blocks(name: str, layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     rules = [rule for _, rule in matched]
-    names = {each for rule in rules for each in (axes.split if rule == "split" else names_of(rule))}
+    names = {each for rule in rules for each in (axes.split if rule == "split" else axes_named(rule))}
     form = MAKERS[name](layout, math.lcm(_ALIGNED, axes.along(sorted(names))))
     specs, slots, wrong = list[PartitionSpec](), [Place()] * len(rules), list[str]()
     for block, members in zip(form.blocks, form.members, strict=True):
         rule = _one_rule([(layout.slots[slot].path, rules[slot]) for slot in members])
-        problem, place = checked(block.shape, rule, axes, None, name)
+        problem, place = checked_place(block.shape, rule, axes, None, name)
         specs.append(place.spec)
         who = None if block.length is None else f"the {name} ({describe(block)})"
         for slot in members:
@@ -251,7 +251,7 @@ def _in_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     keys = [slot.key for slot in layout.slots]
     owned = collections.Counter(key for key, (_, rule) in zip(keys, matched, strict=True) if rule == "owned")
     found = [
-        checked(slot.shape, rule, axes, owned[slot.key], "stacks")
+        checked_place(slot.shape, rule, axes, owned[slot.key], "stacks")
         for slot, (_, rule) in zip(layout.slots, matched, strict=True)
     ]
     triples = zip(layout.slots, matched, found, strict=True)
@@ -300,7 +300,7 @@ class Placement:
         make = _in_stacks if name == "stacks" else functools.partial(_in_blocks, name)
         found = make(layout, [by_leaf[leaf] for leaf in index.positions], axes)
         self.form, self.specs, self._slots, self.in_update = found
-        self.frozen = Frozen(index, by_leaf, axes, name)
+        self.frozen = _Frozen(index, by_leaf, axes, name)
 
     # -- Shardings
 
@@ -357,7 +357,7 @@ class Placement:
     def made(self, make: Callable[[PyTree], PyTree]) -> PyTree:
         """Returns the tree that `make` makes of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
         start, treedef = jtu.tree_flatten(jax.eval_shape(make, self.form.shapes()))
-        entries = entries_of(make, self.form, self.specs, treedef.unflatten(start))
+        entries = _entries_at(make, self.form, self.specs, treedef.unflatten(start))
         shardings = [self.sharding(spec_of(each)) for each in entries]
         return treedef.unflatten(list(map(put_leaf, start, shardings)))
 
@@ -365,7 +365,7 @@ class Placement:
         """Returns the tree that `make` makes of the parameters while the rule runs: its shapes and its specs."""
         form, specs = self.in_update
         start = jax.eval_shape(make, form.shapes())
-        entries = entries_of(make, form, specs, start)
+        entries = _entries_at(make, form, specs, start)
         return start, jtu.tree_unflatten(jtu.tree_structure(start), list(map(spec_of, entries)))
 
     def laid(self, slots: Sequence[Any]) -> PyTree:
@@ -382,7 +382,7 @@ class Placement:
 
     def check(self, params: PyTree) -> None:
         """Checks that parameters have the form of this plan."""
-        expected, got = (described(tree, _shape_of) for tree in (self.form.shapes(), params))
+        expected, got = (described(tree, _shape_or_type) for tree in (self.form.shapes(), params))
         if expected == got:
             return
         wrong = next((f"{path} ({what})" for path, what in got if (path, what) not in expected), "nothing else")
@@ -437,7 +437,7 @@ class Placement:
         cells = [[slot.path, slot.key, words, f"{size:,}"] for slot, size, words in each]
         table = Table(["path", "key", "lies", "bytes per device"], cells, right=[3])
         shapes = jtu.tree_leaves(self.form.shapes())
-        counts = map(self.axes.along, map(names_of, self.specs))
+        counts = map(self.axes.along, map(axes_named, self.specs))
         local = sum(_bytes(each) // count for each, count in zip(shapes, counts, strict=True))
         local += sum(size for _, size, _ in each[len(self.layout.slots) :])
         frozen = sum(_bytes(slot) for slot, _ in self.frozen.rows)
@@ -458,7 +458,7 @@ def described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:
     return [(jtu.keystr(path), of(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
 
 
-def _shape_of(leaf: object) -> tuple[int, ...] | str:
+def _shape_or_type(leaf: object) -> tuple[int, ...] | str:
     shape = getattr(leaf, "shape", None)
     return type(leaf).__name__ if shape is None else tuple(shape)
 

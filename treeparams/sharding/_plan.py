@@ -51,7 +51,7 @@ class Update:
                 "which parameters train: pass the optimiser inside it, such as optax.adam(1e-3)"
             )
         by_parameter = functools.partial(spread, index_of(layout), layout, form)
-        return cls(extended(tx), form, by_parameter, None if average is None else ema_maker(average))
+        return cls(extended(tx), form, by_parameter, None if average is None else _ema_maker(average))
 
     def start(self, params: PyTree) -> tuple[PyTree, Ema[Any] | None]:
         """Returns the first state of the rule, and the average."""
@@ -90,7 +90,7 @@ class Update:
         return {blocks[owners.paths]: copy for owners, copy in copies_in(state, division)}
 
 
-def ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
+def _ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
     """Returns a function that makes an average of parameters."""
 
     def make(params: PyTree) -> Ema[Any]:
@@ -143,7 +143,7 @@ StepState.__module__ = "treeparams.types"
 jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout", "model_state"], [])
 
 
-def check_state(placement: Placement, state: object) -> None:
+def check_step_state(placement: Placement, state: object) -> None:
     """Checks that a state was made for the layout of a plan."""
     if not isinstance(state, StepState):
         raise TypeError(
@@ -234,7 +234,7 @@ class Plan:
             average: the same `average` that you pass to `sharding.make_step`. An `Ema` has static fields, so the tree
                 of its shardings has them too.
         """
-        return sharding_of(self._placement.made(ema_maker(average)))
+        return sharding_of(self._placement.made(_ema_maker(average)))
 
     def shapes(self) -> PyTree:
         """Returns the parameters as `jax.ShapeDtypeStruct`s with their shardings."""
@@ -275,7 +275,7 @@ class Plan:
                 and you gave no state.
         """
         if state is not None:
-            check_state(self._placement, state)
+            check_step_state(self._placement, state)
         rest = self._rest if state is None else state.rest
         if isinstance(rest, Restructure):
             rest = released(rest)

@@ -49,7 +49,7 @@ class Axes(NamedTuple):
 
     def gathered(self, spec: PartitionSpec) -> PartitionSpec:
         """Returns the spec of an array while a loss reads it: whole along the batch, and else as it is."""
-        kept = [None if {*names_in(entry)} & {*self.batch} else entry for entry in spec]
+        kept = [None if {*_axes_in(entry)} & {*self.batch} else entry for entry in spec]
         return spec_of(kept)
 
 
@@ -68,13 +68,13 @@ class Place(NamedTuple):
 
     def in_words(self, axes: Axes) -> str:
         """Describes the place."""
-        words = as_text(self.spec) if names_of(self.spec) else "whole"
+        words = _axes_as_text(self.spec) if axes_named(self.spec) else "whole"
         rows = f"whole rows over {axes.split_entry!r}"
         return rows if self.is_owned else f"{words}, {rows} in the update" if self.is_lent else words
 
     def devices(self, axes: Axes) -> int:
         """Returns the number of devices that share one such array."""
-        return axes.along([*names_of(self.spec), *(axes.split if self.is_owned else ())])
+        return axes.along([*axes_named(self.spec), *(axes.split if self.is_owned else ())])
 
 
 def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -> Axes:
@@ -85,10 +85,10 @@ def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -
     for name, value in given.items():
         if not (value is None or isinstance(value, str) or all(isinstance(each, str) for each in _sequence(value))):
             raise TypeError(f"{name} must be the name of an axis of the mesh, or a tuple of names, got {value!r}")
-        unknown = [each for each in names_in(value) if each not in mesh.axis_names]
+        unknown = [each for each in _axes_in(value) if each not in mesh.axis_names]
         if unknown:
             raise ValueError(f"{name}: the mesh has no axis {unknown[0]!r}; its axes are {quoted(mesh.axis_names)}")
-    split, batch = names_in(axis), names_in(batch_axis)
+    split, batch = _axes_in(axis), _axes_in(batch_axis)
     if not split and not batch:
         if len(mesh.axis_names) > 1:
             raise ValueError(
@@ -127,14 +127,14 @@ def _sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else [value]
 
 
-def names_in(entry: AxisNames) -> tuple[str, ...]:
+def _axes_in(entry: AxisNames) -> tuple[str, ...]:
     """Returns the axes of the mesh in one entry of a `PartitionSpec`."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def names_of(spec: Rule) -> tuple[str, ...]:
+def axes_named(spec: Rule) -> tuple[str, ...]:
     """Returns the axes of the mesh in all entries of a `PartitionSpec`; a word names none."""
-    return () if isinstance(spec, str) else tuple([name for entry in spec for name in names_in(entry)])
+    return () if isinstance(spec, str) else tuple([name for entry in spec for name in _axes_in(entry)])
 
 
 def check_rules(rules: Rules, axes: Axes) -> None:
@@ -145,7 +145,7 @@ def check_rules(rules: Rules, axes: Axes) -> None:
         if rule not in _WORDS if isinstance(rule, str) else not isinstance(rule, PartitionSpec):
             raise ValueError(f'{name_of(where)}: expected "split", "owned", "whole" or a PartitionSpec, got {rule!r}')
         if isinstance(rule, PartitionSpec) and (problem := next(_problems(rule, axes), "")):
-            raise ValueError(f"{name_of(where)}, {as_text(rule)}: {problem}")
+            raise ValueError(f"{name_of(where)}, {_axes_as_text(rule)}: {problem}")
 
 
 def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
@@ -153,7 +153,7 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
     if any(not isinstance(name, str) for entry in spec if entry is not None for name in _sequence(entry)):
         yield "its entries must be None, the name of an axis of the mesh, or a tuple of names"
         return
-    used = names_of(spec)
+    used = axes_named(spec)
     unknown = [name for name in used if name not in axes.mesh.axis_names]
     if unknown:
         yield f"the mesh has no axis {unknown[0]!r}; its axes are {quoted(axes.mesh.axis_names)}"
@@ -164,7 +164,7 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
     if len(set(used)) < len(used):
         yield "the spec names an axis of the mesh twice"
     for dim, entry in enumerate(spec):
-        if len({name in axes.batch for name in names_in(entry)}) > 1:
+        if len({name in axes.batch for name in _axes_in(entry)}) > 1:
             yield f"axis {dim} is split along the batch and along another axis of the mesh at once"
 
 
@@ -195,7 +195,7 @@ def refuse(wrong: Sequence[str]) -> None:
         raise ValueError(f"some parameters do not fit their rules:\n{first_lines(dict.fromkeys(wrong))}")
 
 
-def checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, Place]:
+def checked_place(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, Place]:
     """Returns the problem of a rule for an array, if there is one, and the place that it gives.
 
     Args:
@@ -235,7 +235,7 @@ def _misfit(spec: PartitionSpec, shape: tuple[int, ...], axes: Axes) -> str:
     """Returns why an array of this shape cannot be sharded by a spec; an empty text if it can."""
     if len(spec) > len(shape):
         return f"the spec has {len(spec)} entries, the array {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s"
-    for dim, devices in enumerate(map(axes.along, map(names_in, spec))):
+    for dim, devices in enumerate(map(axes.along, map(_axes_in, spec))):
         if shape[dim] % devices:
             return f"its axis {dim} of size {shape[dim]} is no multiple of {devices}"
     return ""
@@ -246,7 +246,7 @@ def group_of(rule: Rule) -> str:
     if isinstance(rule, str):
         return rule
     spec = spec_of([*rule])
-    return as_text(spec) if len(spec) else "whole"
+    return _axes_as_text(spec) if len(spec) else "whole"
 
 
 def spec_of(entries: Sequence[Any]) -> PartitionSpec:
@@ -256,7 +256,7 @@ def spec_of(entries: Sequence[Any]) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def as_text(spec: PartitionSpec) -> str:
+def _axes_as_text(spec: PartitionSpec) -> str:
     """Formats a spec in the same way for all versions of JAX.
 
     >>> as_text(PartitionSpec(None, "data"))
@@ -301,7 +301,7 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
 def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     """Joins traced slots into a block that lies over a mesh; the result equals `block.join`, bit for bit."""
     first, *of_row = [*sharding.spec, None]
-    names = names_in(first)
+    names = _axes_in(first)
     mesh, arrays = sharding.mesh, [cast(jnp.asarray(slot), block.dtype) for slot in slots]
     devices = math.prod(mesh.shape[name] for name in names)
     if block.length is None or not arrays or devices == 1:
@@ -311,7 +311,7 @@ def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding)
         return lay(block.join(rows), sharding)
     # First each slot is split along one of its axes. Constraints propagate to the code that makes the slot, so that
     # its random numbers are drawn in parts too.
-    specs = [_divided(array.shape, names, devices) for array in arrays]
+    specs = [_split_spec(array.shape, names, devices) for array in arrays]
     laid = [lay(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
     f = functools.partial(_share, block, specs, names, devices)
 
@@ -321,7 +321,7 @@ def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding)
     return automatic(run, sharding, mesh)(*laid)
 
 
-def _divided(shape: tuple[int, ...], names: tuple[str, ...], devices: int) -> PartitionSpec:
+def _split_spec(shape: tuple[int, ...], names: tuple[str, ...], devices: int) -> PartitionSpec:
     """Returns the spec that splits the first axis that devices can share; of an array without one, whole."""
     dim = first_divided(shape, devices)
     return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, names)
@@ -352,10 +352,10 @@ def _write(
     """Gathers one slot, and writes the part of it that belongs into this device's share, which starts at `begin`."""
     part, start = each
     whole = jax.lax.all_gather(part, names, axis=len(spec) - 1, tiled=True) if len(spec) else part
-    return _written(own, whole.reshape(-1, *own.shape[1:]), start - begin), None
+    return _rows_written(own, whole.reshape(-1, *own.shape[1:]), start - begin), None
 
 
-def _written(own: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+def _rows_written(own: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
     """Writes rows into an array from `at` on, as far as they overlap; `at` may lie outside of the array."""
     count = min(len(own), len(rows))
     start = jnp.clip(at, 0, len(own) - count)

@@ -33,7 +33,7 @@ from ..optim._separability import check_form
 from ..optim._trainable import INSTEAD
 from ._loss import Compute, ComputeDtype, Loss
 from ._placement import Placement, described
-from ._plan import Average, Plan, StepState, Update, check_state, placement_of, sharding_of
+from ._plan import Average, Plan, StepState, Update, check_step_state, placement_of, sharding_of
 from ._specs import put_leaf
 
 _PACKAGES = ("jax", "jaxlib", "optax", "equinox", "treeparams")
@@ -90,22 +90,22 @@ def _listed(processes: Sequence[int]) -> str:
 # -- What they compare -------------------------------------------------------------------------------------------------
 
 
-def surroundings_in_words(mesh: Mesh | AbstractMesh) -> str:
+def _surroundings_in_words(mesh: Mesh | AbstractMesh) -> str:
     """Returns the versions of packages, and the devices of a mesh in order."""
     lines = [f"{name} {getattr(sys.modules.get(name), '__version__', 'of no version')}" for name in _PACKAGES]
     axes = zip(mesh.shape.items(), mesh.axis_types, strict=True)
     lines.append("mesh  " + ", ".join(f"{name!r}: {size} {kind.name}" for (name, size), kind in axes))
-    if isinstance(mesh, Mesh) and is_shared(mesh):
+    if isinstance(mesh, Mesh) and _is_shared(mesh):
         lines.append("devices  " + " ".join(str(device.id) for device in mesh.devices.flat))
     return "\n".join(lines)
 
 
-def is_shared(mesh: Mesh | AbstractMesh) -> bool:
+def _is_shared(mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether a mesh has devices of other processes. On its own devices a process may train alone."""
     return isinstance(mesh, Mesh) and any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
-def values_in_words(tree: PyTree) -> str:
+def _values_in_words(tree: PyTree) -> str:
     """Returns the values of all arrays and numbers of a tree as text; large arrays as a hash."""
     return "\n".join(f"{jtu.keystr(path)}  {_value(leaf)}" for path, leaf in jtu.tree_flatten_with_path(tree)[0])
 
@@ -225,7 +225,7 @@ def make_step(
         TypeError: an argument is not what it should be; `average` does not make a `tp.Ema`; a dtype is not floating.
             `step`: the loss does not take the batch, or does not return a real number.
     """
-    _check_options(loss, tx, plan, {"has_aux": has_aux, "has_state": has_state}, loss_takes)
+    _check_step_options(loss, tx, plan, {"has_aux": has_aux, "has_state": has_state}, loss_takes)
     placement = placement_of(plan)
     compute = Compute.of(placement.layout, placement.form, compute_dtype)
     update = Update.of(tx, placement.layout, placement.in_update[0], average)
@@ -241,7 +241,7 @@ def make_step(
     return step.init, step
 
 
-def _check_options(loss: Any, tx: Any, plan: Any, flags: Mapping[str, Any], loss_takes: Any) -> None:
+def _check_step_options(loss: Any, tx: Any, plan: Any, flags: Mapping[str, Any], loss_takes: Any) -> None:
     if not isinstance(plan, Plan) or not callable(loss) or hasattr(loss, "update"):
         raise TypeError(
             f"expected a loss, an optimiser and a plan, got {', '.join(map(describe, (loss, tx, plan)))}. Write "
@@ -269,8 +269,8 @@ class Step:
     def __call__(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
         """Runs one step. It donates `params` and `state`, so do not use them again."""
         self._check(params, state)
-        if not self._has_agreed and is_shared(self._placement.axes.mesh):
-            agree("\n".join([self._in_words(), values_in_words((params, state))]))
+        if not self._has_agreed and _is_shared(self._placement.axes.mesh):
+            agree("\n".join([self._in_words(), _values_in_words((params, state))]))
         self._has_agreed = True
         return self._compiled(params, state, *self._loss.put(batch))
 
@@ -283,8 +283,8 @@ class Step:
         """Places the parameters of a model on the devices, and makes the first state; `init` of `make_step`."""
         self._check_model(model, model_state)
         placement, parts = self._placement, take_apart(model, self._placement.layout)
-        if is_shared(placement.axes.mesh):
-            agree("\n".join([self._in_words(), values_in_words((model, model_state))]))
+        if _is_shared(placement.axes.mesh):
+            agree("\n".join([self._in_words(), _values_in_words((model, model_state))]))
         lay_rest = placement.restructure if self._loss.takes_restructure else placement.put_rest
         params, rest = placement.laid(parts.slots), lay_rest(parts.rest)
         is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
@@ -400,7 +400,7 @@ class Step:
         """Checks what `jax.jit` would say nothing of, or too much; each call of a step comes by here."""
         leaves, treedef = jtu.tree_flatten(params)
         first: Any = leaves[0] if leaves else None
-        check_state(self._placement, state)
+        check_step_state(self._placement, state)
         # JAX, when run over several devices of a CPU, ends the process without a word.
         if isinstance(first, jax.Array) and not isinstance(first, Tracer) and first.is_deleted():
             raise ValueError(
@@ -425,7 +425,7 @@ class Step:
         kept = [f"state{path}  {spec}" for path, spec in described(self._kept, describe)]
         shapes, value = self._placement.shapes(), jax.ShapeDtypeStruct((), np.float32, sharding=self._placement.whole)
         update = jax.jit(self._updated).lower(shapes, shapes, self._kept[0], value).as_text()
-        around = surroundings_in_words(self._placement.axes.mesh)
+        around = _surroundings_in_words(self._placement.axes.mesh)
         return "\n".join([self._placement.in_words(), *kept, self._loss.in_words, around, update])
 
 
