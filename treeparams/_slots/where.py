@@ -38,7 +38,7 @@ def _spans_of(structure: Structure) -> list[_Span]:
     return nodes + [_Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
 
 
-def _below(structure: Structure) -> Mapping[Any, list[_Span]]:
+def _children_below(structure: Structure) -> Mapping[Any, list[_Span]]:
     """Returns the children of each node, by its entries; under `None` the root."""
 
     def find() -> dict[Any, list[_Span]]:
@@ -214,7 +214,7 @@ def _by_glob(structure: Structure, text: str) -> Iterator[_Span]:
             "'layers.0.weight'"
         )
     # From the root down, so that a glob is followed only where it can still match.
-    glob, children = Glob(text), _below(structure)
+    glob, children = Glob(text), _children_below(structure)
     from_the_end = _FROM_THE_END.search(text) is not None
     waiting = [(span, glob.start) for span in children.get(None, ())]
     while waiting:
