@@ -217,8 +217,8 @@ class Loss:
             if its != count:
                 raise ValueError(
                     f"{_batch_path(first)} has {count} examples and {_batch_path(path)} {its}; the leading axis of "
-                    "each array of a batch must run over the examples. Pass other arrays to the loss itself, for example by "
-                    "functools.partial; make a raw PRNG key a typed one, jax.random.wrap_key_data(key)"
+                    "each array of a batch must run over the examples. Pass other arrays to the loss itself, for "
+                    "example by functools.partial; make a raw PRNG key a typed one, jax.random.wrap_key_data(key)"
                 )
         axes = self.placement.axes
         least = axes.along(axes.batch) * self.pieces
