@@ -20,15 +20,7 @@ from jaxtyping import Array, Inexact
 from .._slots.index import Index
 from .._slots.layout import Layout, slot_at
 from .._slots.match import read_slots, slot_gradients
-from .._slots.parts import (
-    Rest,
-    index_in,
-    kept_arrays,
-    others,
-    put_together,
-    take_apart,
-    with_kept_arrays,
-)
+from .._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
 from .._slots.ties import Alias
 from .._slots.where import Where, name_of, nodes_in, subtreedefs
 from .._tree.static_keys import static_key

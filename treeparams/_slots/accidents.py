@@ -26,14 +26,8 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
     """Warns of ties that nobody can have meant, and of ties that a trace has broken."""
     if index.structure.is_traced:
         _warn_of_lost(index, leaves)
-    elif _is_due("accidents", index):
+    else:
         _warn_of_unsaid(index, leaves)
-
-
-def _is_due(check: str, index: Index) -> bool:
-    """Returns whether the library has met another tie since it last made this check of such models."""
-    last, index.checked[check] = index.checked.get(check), memory.changes
-    return last != index.checked[check]
 
 
 def note_untied(structure: Structure, leaves: Iterable[int]) -> None:
@@ -173,7 +167,7 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
     Other functions that see the model, such as a summary, do not know that layout, and it may record the tie.
     """
     structure = index.structure
-    if structure.is_traced or not _is_due("parted", index):
+    if structure.is_traced or not index.is_due("parted"):
         return
     # Of ties that only a layout knows `warn_of_forgotten_ties` warns. Where one of the two is frozen, somebody has
     # decided that they are not one.
@@ -210,12 +204,9 @@ _PARTED = (
 
 def warn_of_forgotten_ties(index: Index) -> None:
     """Warns, once, of ties that another layout of such models was given and that training would break."""
-    if _is_due("forgotten", index):
-        # Of arrays that were one, and that a trace has made two, `warn_of_accidents` warns.
-        words = ["computed"] if index.structure.is_traced else ["computed", "given"]
-        _warn_once(
-            "forgotten", index, [pair for word in words for pair in _come_apart(word, index, any)], _FORGOTTEN, "to"
-        )
+    # Of arrays that were one, and that a trace has made two, `warn_of_accidents` warns.
+    words = ["computed"] if index.structure.is_traced else ["computed", "given"]
+    _warn_once("forgotten", index, [pair for word in words for pair in _come_apart(word, index, any)], _FORGOTTEN, "to")
 
 
 _FORGOTTEN = (

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 import numpy as np
 
+from .._tree import memory
 from .._tree.difference import Difference, compare, spec_rows, tie_rows
 from .._tree.memory import AS_ARRAY, warn
 from .._tree.structure import Avals, Structure, getter
@@ -96,6 +97,11 @@ class Index:
                 self.by_leaf[alias.leaf] = self.by_leaf[alias.source]
                 if alias.transforms:
                     self.computed.append((self.by_leaf[alias.leaf], alias))
+
+    def is_due(self, check: str) -> bool:
+        """Returns whether the library has met another tie since it last made this check of such models."""
+        last, self.checked[check] = self.checked.get(check), memory.changes
+        return last != self.checked[check]
 
     @functools.cached_property
     def tied_to(self) -> dict[str, str]:

@@ -483,7 +483,7 @@ def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | 
     else:
         found = _make(structure, trainable)
     index = index_of(found)
-    if leaves is not None:
+    if leaves is not None and (structure.is_traced or index.is_due("accidents")):
         warn_of_accidents(index, leaves)
     return found, index
 

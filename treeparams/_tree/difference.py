@@ -139,10 +139,7 @@ rows_of: dict[type, Callable[[Any, Any], Iterable[Difference]]] = {}
 
 
 def compare(
-    these: Structure,
-    those: Structure,
-    at_leaves: _AtLeaves,
-    leaves: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    these: Structure, those: Structure, at_leaves: _AtLeaves, leaves: tuple[Sequence[Any], Sequence[Any]] | None = None
 ) -> Iterator[Difference]:
     """Yields the differences between the nodes of two structures, and between two leaves at one path, in tree order.
 

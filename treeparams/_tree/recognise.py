@@ -45,13 +45,7 @@ class _Known:
     """A structure and the tree it was worked out from; a tree that agrees in all of this has the same structure."""
 
     def __init__(
-        self,
-        tree: PyTree,
-        leaves: list[Any],
-        treedef: TreeDef,
-        context: _Context,
-        statics: list[Any],
-        settled: bool,
+        self, tree: PyTree, leaves: list[Any], treedef: TreeDef, context: _Context, statics: list[Any], settled: bool
     ) -> None:
         self.structure = scan_tree(tree, leaves, treedef)
         self.structure.remember("known", lambda: self)  # whoever holds the structure keeps it known

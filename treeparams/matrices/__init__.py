@@ -4,11 +4,7 @@ A weight may be a struct that holds several arrays and multiplies like a matrix.
 each of its arrays like any other. A constrained array holds raw parameters, and any value of these is a valid point.
 """
 
-from ._constrained import (
-    AbstractConstrained as AbstractConstrained,
-    Positive as Positive,
-    materialise as materialise,
-)
+from ._constrained import AbstractConstrained as AbstractConstrained, Positive as Positive, materialise as materialise
 from ._low_rank import (
     LowRank as LowRank,
     PostImputing as PostImputing,
