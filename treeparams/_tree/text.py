@@ -33,7 +33,7 @@ def describe(value: object) -> str:
 def type_name(value: object) -> str:
     """Describes a leaf that is not an array.
 
-    >>> kind_of(0.5), kind_of(len)
+    >>> type_name(0.5), type_name(len)
     ('float', 'function')
     """
     return "function" if callable(value) else type(value).__name__
@@ -110,7 +110,7 @@ def _without_middle(rows: Sequence[Sequence[str]], width: int) -> Sequence[Seque
 def _in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Formats rows as aligned text; the columns in `right` are aligned to the right. Many rows lose their middle.
 
-    >>> in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
+    >>> _in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
     ['path  size', 'a       10', 'b.c      5']
     """
     cells = [list(header), *(list(map(in_one_line, row)) for row in _without_middle(rows, len(header)))]
