@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeparams as tp
-from treeparams import optim
-from treeparams._tree import elements as elements_of
+from treeparams import _diff, optim
 
 from .zoo import ZOO, Net, Norm, enable_x64, first_devices, models, ramp, with_refs
 
@@ -344,7 +343,7 @@ def test_tolerance():
 
 
 def test_large_arrays_in_pieces(monkeypatch):
-    monkeypatch.setattr(elements_of, "_AT_ONCE", 3)
+    monkeypatch.setattr(_diff, "_AT_ONCE", 3)
     here, there = np.zeros(20, np.float32), np.zeros(20, np.float32)
     there[[4, 11, 19]] = 1, -7, nan
     row = elements(here.reshape(4, 5), there.reshape(4, 5))

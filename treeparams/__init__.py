@@ -37,15 +37,13 @@ from ._forms.view import View as View
 from ._grad import accumulate as accumulate, grad as grad, value_and_grad as value_and_grad
 from ._jit import checkpoint as checkpoint, jit as jit, vmap as vmap
 from ._moved import moved as moved
-from ._norm import global_norm as global_norm
 from ._ravel import ravel as ravel, stack as stack
 from ._reached import reached as reached
 from ._replace import replace as replace
 from ._slots.index import Slot as Slot
-from ._slots.layout import Layout as Layout
+from ._slots.layout import Layout as Layout, layout as layout
 from ._slots.match import project as project
 from ._slots.parts import Rest as Rest, combine as combine, partition as partition
-from ._slots.trainable import layout as layout
 from ._slots.where import leaves as leaves
 from ._summary import summary as summary
 from ._tie import tie as tie, untie as untie
@@ -53,6 +51,7 @@ from ._tree.copying import copy as copy
 from ._tree.declare import declare as declare, field as field
 from ._walk import (
     biwalk as biwalk,
+    global_norm as global_norm,
     mapreduce as mapreduce,
     maptrainable as maptrainable,
     trainables as trainables,

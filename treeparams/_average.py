@@ -16,21 +16,17 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from ._slots.index import Index
+from ._slots.index import Index, first_entries
 from ._slots.layout import Trainable
 from ._slots.match import read_slots
 from ._slots.parts import Rest, index_in, kept_arrays, other_values, put_together, take_apart, with_kept_arrays
-from ._slots.rules import first_entries
 from ._tree.copying import copy, copy_leaf
 from ._tree.declare import field
-from ._tree.dtypes import is_complex, is_inexact, widened
-from ._tree.memory import keep_apart
-from ._tree.messages import AS_ARRAY, name_deleted, warn
+from ._tree.memory import AS_ARRAY, keep_apart, name_deleted, warn
 from ._tree.recognise import structure_of
-from ._tree.refs import is_ref, value_of
 from ._tree.structure import is_array
 from ._tree.text import describe
-from ._tree.types import PyTree
+from ._tree.types import PyTree, is_complex, is_inexact, is_ref, value_of, widened
 
 M = TypeVar("M")
 
@@ -109,7 +105,7 @@ def ema(
             about=("ema", narrow[0].dtype, *parts.index.structure.kinds[:1]),
         )
     try:
-        return put_together(*_step(parts.rest, parts.slots, model, weights, buffers))
+        return put_together(*_average_step(parts.rest, parts.slots, model, weights, buffers))
     except (RuntimeError, ValueError) as error:
         name_deleted(error, average)
         name_deleted(error, model)
@@ -217,7 +213,7 @@ class Ema(eqx.Module, Generic[M]):
             step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
         weights = _weights_of(None, step) if decay is None else _Weights(step, None)
         olds, treedef = jtu.tree_flatten(self.shadow)
-        rest, news = _step(self.rest, olds, model, weights, self.buffers)
+        rest, news = _average_step(self.rest, olds, model, weights, self.buffers)
         changed = jtu.tree_unflatten(treedef, news), rest, self.count + 1, weight
         return eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), self, changed)
 
@@ -272,7 +268,7 @@ def _check_weight(name: str, value: ArrayLike) -> None:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")
 
 
-def _step(
+def _average_step(
     rest: Rest[M], slots: Sequence[Any], model: PyTree, weights: _Weights, buffers: Buffers
 ) -> tuple[Rest[M], list[Any]]:
     """Returns an average after a step towards a model, taken apart as before. Refs are written after all checks."""

@@ -1,11 +1,13 @@
 """diff: lists how two trees differ, by path: first as a compiler sees them, then in the elements of their arrays."""
 
+import math
 import operator
 import os
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
@@ -16,17 +18,15 @@ from ._files.values import kind_in_words
 from ._slots.layout import Layout
 from ._slots.ties import find_ties
 from ._tree.difference import NOTHING, Diff, Difference, compare, groups_of, spec_rows, tie_rows
-from ._tree.elements import elements
-from ._tree.flattening import flatten, same_treedef
-from ._tree.messages import name_deleted
+from ._tree.memory import name_deleted
 from ._tree.paths import join_path
 from ._tree.recognise import static_values, structure_of
-from ._tree.refs import value_of
 from ._tree.static_keys import identical, static_key
-from ._tree.structure import Spec
+from ._tree.structure import Spec, flatten, same_treedef
 from ._tree.text import both_in_text, describe, in_text
-from ._tree.types import PyTree
+from ._tree.types import PyTree, is_complex, is_inexact, value_of
 
+_AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 _ABSOLUTE = operator.attrgetter("absolute")
 
 
@@ -116,7 +116,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         return _diff_of_layouts(a, b)
     if _is_of_files(a) or _is_of_files(b):
         return _diff_by_name(a, b, tolerance)
-    if _is_one(a, b):
+    if _hold_the_same(a, b):
         return Diff(())
     ours, _, these = structure_of(a)
     theirs, _, those = structure_of(b)
@@ -128,7 +128,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         here, there = value_of(here), value_of(there)
         one, other = these.specs[i], those.specs[j]
         if one is None and other is None:
-            if not _are_equal(here, there, tolerance):
+            if not _are_equal_values(here, there, tolerance):
                 yield Difference(path, "value", *both_in_text(here, there))
         elif one is None or other is None:
             yield Difference(path, "type", *both_in_text(here, there))
@@ -137,7 +137,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
             yield from _weak_type_rows(path, (one, here), (other, there))
             if one.shape == other.shape and _is_concrete(here) and _is_concrete(there):
                 yield from _sharding_rows(path, here, there)
-                yield from elements(path, here, there, tolerance)
+                yield from _element_rows(path, here, there, tolerance)
 
     def is_shared(path: str) -> bool:
         i, j = these.index.get(path), those.index.get(path)
@@ -197,7 +197,7 @@ def _tolerance(name: str, value: float | int | None) -> float:
     return number
 
 
-def _is_one(a: PyTree, b: PyTree) -> bool:
+def _hold_the_same(a: PyTree, b: PyTree) -> bool:
     """Returns whether two trees hold the same objects in the same nodes, such as a model and a copy of its containers.
 
     This check is cheap: an unknown structure takes tens of times longer to work out.
@@ -227,7 +227,7 @@ def _placed(sharding: jax.sharding.Sharding) -> str:
     return f"{tuple(sharding.spec)} over {axes}"
 
 
-def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> bool:
+def _are_equal_values(here: object, there: object, tolerance: tuple[float, float]) -> bool:
     """Returns whether two leaves that are not JAX arrays are equal."""
     if type(here) is not type(there):
         return False
@@ -236,7 +236,7 @@ def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> b
     if _is_same_static(here, there):
         return True
     are_numbers = any(tolerance) and isinstance(here, (float, complex, np.inexact))
-    return are_numbers and not list(elements("", np.asarray(here), np.asarray(there), tolerance))
+    return are_numbers and not list(_element_rows("", np.asarray(here), np.asarray(there), tolerance))
 
 
 # -- By name -----------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def _is_of_files(source: object) -> bool:
 
 def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
     """Compares two sources by name, at least one of them a file: arrays, ties, numbers and texts, but no classes."""
-    ours, theirs = map(_named, (a, b))
+    ours, theirs = map(_by_name, (a, b))
     if _is_of_files(b):
         ours = spelt_as([*theirs.specs, *(theirs.numbers or ())], ours)
     else:
@@ -267,16 +267,16 @@ def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
             is_again = name in ours.aliases and ours.aliases[name] == theirs.aliases.get(name)
             pair = (ours[name], theirs[name]) if one.shape == other.shape and not is_again else ()
             if pair and all(map(_is_concrete, pair)):
-                by_size += elements(name, *pair, tolerance)
+                by_size += _element_rows(name, *pair, tolerance)
         elif isinstance(one, Spec) or isinstance(other, Spec):
             rows.append(Difference(name, "type", *both_in_text(one, other)))
-        elif not _are_equal(one, other, tolerance):
+        elif not _are_equal_values(one, other, tolerance):
             rows.append(Difference(name, "value", *both_in_text(one, other)))
-    ties = tie_rows(_groups_of(ours), _groups_of(theirs), lambda name: name in ours.specs and name in theirs.specs)
+    ties = tie_rows(_ties_of(ours), _ties_of(theirs), lambda name: name in ours.specs and name in theirs.specs)
     return Diff([*rows, *ties, *sorted(by_size, key=_ABSOLUTE, reverse=True)])
 
 
-def _named(source: Any) -> Names:
+def _by_name(source: Any) -> Names:
     """Returns the names in a file or a tree."""
     known = names_in(source) if _is_of_files(source) else None  # a list of texts is a tree
     if known is not None:
@@ -314,9 +314,72 @@ def _missing_rows(
         yield Difference(head, "structure", *((text, NOTHING) if side == 0 else (NOTHING, text)))
 
 
-def _groups_of(names: Names) -> dict[str, dict[str, str]]:
+def _ties_of(names: Names) -> dict[str, dict[str, str]]:
     """Groups the names of each array that has several, by the first of them."""
     found: dict[str, dict[str, str]] = {}
     for alias, name in names.aliases.items():
         found.setdefault(name, {name: ""})[alias] = ""
     return found
+
+
+# -- Elements of two arrays of one shape, by value ---------------------------------------------------------------------
+
+
+def _element_rows(
+    path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray, tolerance: tuple[float, float]
+) -> Iterator[Difference]:
+    """Yields the row for two arrays of one shape, if their elements differ by more than `(atol, rtol)`."""
+    are_keys = [jnp.issubdtype(each.dtype, jax.dtypes.prng_key) for each in (here, there)]
+    if (any(are_keys) and here.dtype != there.dtype) or jax.dtypes.float0 in (here.dtype, there.dtype):
+        return
+    if any(are_keys):
+        here, there = jax.random.key_data(here), jax.random.key_data(there)
+    first, second = np.asarray(here).reshape(-1), np.asarray(there).reshape(-1)
+    is_exact = any(are_keys) or bool in (first.dtype, second.dtype)
+    atol, rtol = (0.0, 0.0) if is_exact else tolerance
+    largest, relative, differing, largest_at, nans = 0.0, 0.0, 0, 0, [0, 0]
+    # Slice by slice: two arrays may be most of the memory, and the temporaries in double precision would be twice them.
+    for start in range(0, first.size, _AT_ONCE):
+        x, y = first[start : start + _AT_ONCE], second[start : start + _AT_ONCE]
+        if first.dtype == second.dtype and not (x != y).any():  # nor is there a NaN
+            continue
+        with np.errstate(all="ignore"):
+            gaps, sizes = _gaps(x, y, nans)
+            far = gaps > 0
+            if atol or rtol:
+                far &= ~((gaps <= atol + rtol * sizes) & np.isfinite(gaps))
+            if not far.any():
+                continue
+            gaps = np.where(far, gaps, 0)
+            ratios = np.where(far, gaps / sizes, 0)
+        differing += int(np.count_nonzero(far))
+        relative = max(relative, float(np.where(np.isnan(ratios), np.inf, ratios).max()))
+        at = int(gaps.argmax())
+        if gaps[at] > largest:
+            largest, largest_at = float(gaps[at]), start + at
+    if differing:
+        words = str(first[largest_at]), str(second[largest_at])
+        yield Difference(path, "elements", *words, largest, relative, differing, first.size, (nans[0], nans[1]))
+
+
+def _gaps(x: np.ndarray, y: np.ndarray, nans: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the distances of elements, and the sizes of the second ones, in double precision; counts NaNs."""
+    dtype = np.result_type(*(each.dtype if each.dtype.kind in "iu" else np.int64 for each in (x, y)))
+    if not is_inexact(x.dtype) and not is_inexact(y.dtype) and dtype.kind in "iu":
+        x, y = x.astype(dtype), y.astype(dtype)
+        # The difference of two integers of 64 bits needs these bits and no sign: it is right where it wraps around.
+        return np.where(x > y, x - y, y - x).view(f"u{dtype.itemsize}").astype(np.float64), np.abs(y.astype(np.float64))
+    wide = np.complex128 if is_complex(x.dtype) or is_complex(y.dtype) else np.float64
+    x, y = x.astype(wide), y.astype(wide)
+    for side, each in enumerate((x, y)):
+        nans[side] += int(np.count_nonzero(np.isnan(each)))
+    gaps = np.abs(x - y)
+    # NaN comes of a NaN on either side and of infinities: all are infinitely far apart, but for those that are equal.
+    gaps[np.isnan(gaps)] = math.inf
+    gaps[_are_equal_numbers(np.real(x), np.real(y)) & _are_equal_numbers(np.imag(x), np.imag(y))] = 0
+    return gaps, np.abs(y)
+
+
+def _are_equal_numbers(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns whether numbers are equal, or both NaN; pass each part of a complex number separately."""
+    return (x == y) | ((x != x) & (y != y))

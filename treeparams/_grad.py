@@ -16,13 +16,12 @@ from jax.typing import ArrayLike
 
 from ._forms.mesh import result_varies, split_over, vary, varying
 from ._reached import reaches
+from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
-from ._slots.untrained import warn_of_nothing
-from ._tree.dtypes import widened
-from ._tree.messages import name_deleted
+from ._tree.memory import name_deleted
 from ._tree.text import count_of, describe, quoted
-from ._tree.types import PyTree
+from ._tree.types import PyTree, widened
 
 P = ParamSpec("P")  # the model and further arguments; not told apart, or a lambda's model would be an `object`
 R = TypeVar("R")
@@ -95,7 +94,7 @@ def value_and_grad(
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
-    _check_options(trainable, has_aux)
+    _check_loss_options(trainable, has_aux)
     if unreached not in get_args(Unreached):
         raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
     if f is None:
@@ -343,7 +342,7 @@ def _checked_loss(f: Any, verb: str) -> Callable[..., Any]:
     return f
 
 
-def _check_options(trainable: object, has_aux: object) -> None:
+def _check_loss_options(trainable: object, has_aux: object) -> None:
     """Raises a `TypeError` if an argument of the loss or of `jax.grad` was passed in place of an option."""
     if isinstance(trainable, int) and not isinstance(trainable, bool):
         raise TypeError(

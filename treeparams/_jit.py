@@ -11,8 +11,8 @@ import jax.tree_util as jtu
 
 from ._slots.parts import Rest, arrays_in, as_rest, index_in, others, put_together, unpacked, with_kept_arrays
 from ._tree.difference import Difference, compare, groups_of, tie_rows
-from ._tree.flattening import getter
 from ._tree.static_keys import static_key
+from ._tree.structure import getter
 from ._tree.text import both_in_text, describe, first_lines
 
 P = ParamSpec("P")

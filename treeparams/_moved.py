@@ -10,16 +10,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from ._programs import Kind, Marks, is_floating, kind_of, makes_zeros, traced
 from ._reached import reached
 from ._slots.index import Index
-from ._slots.layout import Layout, index_of, noted, trained_at
+from ._slots.layout import Layout, index_of, look_up, noted, trained_at
 from ._slots.parts import arrays_in, as_rest, index_in, put_together, with_kept_arrays
-from ._slots.trainable import look_up
-from ._tree.dtypes import is_inexact
-from ._tree.flattening import flatten, same_treedef
 from ._tree.memory import keep_apart
 from ._tree.recognise import structure_of
-from ._tree.structure import Structure
+from ._tree.structure import Structure, flatten, same_treedef
 from ._tree.text import describe, first_lines
-from ._tree.types import PyTree, TreeDef
+from ._tree.types import PyTree, TreeDef, is_inexact
 
 P = ParamSpec("P")
 
@@ -85,7 +82,7 @@ def moved(
         def after(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
             return _parameters_in(call(model, *args, **kwargs), treedef, structure)
 
-        changed, written = _changed(after, index, model, (args, kwargs))
+        changed, written = _leaves_changed(after, index, model, (args, kwargs))
         moves = {index.sources.get(i, i) for i in changed}
         found = trained_at(known, sorted(moves))
         refs = [structure.paths[i] for i in sorted(structure.refs) if id(leaves[i]) in written]
@@ -116,7 +113,7 @@ def _notes(index: Index, moves: set[int], hit: set[int]) -> list[str]:
     return first_lines(rows, 40).splitlines()
 
 
-def _changed(
+def _leaves_changed(
     step: Callable[..., list[Any]], index: Index, model: PyTree, rest: tuple[PyTree, PyTree]
 ) -> tuple[list[int], set[int]]:
     """Returns the leaves that the new model may not hold unchanged, and the ids of the refs that are written."""
@@ -139,7 +136,7 @@ def _changed(
     marks = [given.get(k, _ANY) for k in range(len(arrays[0]))] + [_ANY] * len(arrays[1])
     after = zip(own, _Same().follow(program, marks), program.out_avals, strict=True)
     changed = [i for i, new, aval in after if new != own[i] or getattr(aval, "dtype", None) != dtypes[i]]
-    return changed, {id(program.consts[k]) for k in _written(program)}
+    return changed, {id(program.consts[k]) for k in _constants_written(program)}
 
 
 def _arrays(structure: Structure) -> list[int]:
@@ -147,7 +144,7 @@ def _arrays(structure: Structure) -> list[int]:
     return [i for i in structure.parameters if i not in structure.refs]
 
 
-def _written(program: ClosedJaxpr) -> list[int]:
+def _constants_written(program: ClosedJaxpr) -> list[int]:
     """Returns the positions of the constants that a program writes; the refs of a model are among its constants."""
     # A variable since JAX 0.8, its number before. Other effects than reading write, or have no input.
     effects = [each for each in program.effects if type(each).__name__ != "ReadEffect"]
@@ -196,35 +193,35 @@ class _Given(NamedTuple):
 # A mark is the set of what a value may be: zeros, finite numbers without zeros, anything, an array of the model, a row.
 _ZERO, _FINITE, _ANY = (frozenset({each}) for each in ("zero", "finite", "any"))
 _NUMBERS = _ZERO | _FINITE
-Mark = frozenset[Any]
+_Mark = frozenset[Any]
 
 
 class _Same(Marks):
     """Carries the set of possible values."""
 
-    nothing: Mark = frozenset()
+    nothing: _Mark = frozenset()
 
-    def of_constant(self, value: Any) -> Mark:
+    def of_constant(self, value: Any) -> _Mark:
         numbers = self.numbers_in(value)
         if numbers is None or not np.isfinite(numbers).all():
             return _ANY
         has = bool(numbers.any()), numbers.size == 0 or not numbers.all()
         return (_FINITE if has[0] else self.nothing) | (_ZERO if has[1] else self.nothing)
 
-    def opaque(self, marks: Sequence[Mark]) -> Mark:
+    def opaque(self, marks: Sequence[_Mark]) -> _Mark:
         return _ANY
 
-    def parts(self, marks: Sequence[Mark]) -> Mark:
+    def parts(self, marks: Sequence[_Mark]) -> _Mark:
         every = super().parts(marks)
         return every if every <= _NUMBERS else _ANY
 
-    def chooses(self, mark: Mark) -> Mark:
+    def chooses(self, mark: _Mark) -> _Mark:
         return self.nothing  # which branch is taken does not matter where all give the same
 
-    def operation(self, eqn: JaxprEqn, its: list[Mark]) -> Sequence[Mark]:
+    def operation(self, eqn: JaxprEqn, its: list[_Mark]) -> Sequence[_Mark]:
         return its if Kind.SAME in kind_of(eqn) else [self._result(eqn, its)] * len(eqn.outvars)
 
-    def _result(self, eqn: JaxprEqn, its: list[Mark]) -> Mark:
+    def _result(self, eqn: JaxprEqn, its: list[_Mark]) -> _Mark:
         name, kind = eqn.primitive.name, kind_of(eqn)
         if name == "select_n":
             return frozenset().union(*its[1:])
@@ -242,18 +239,18 @@ class _Same(Marks):
         zeros = Kind.FILLS not in kind and all(finite) and makes_zeros(eqn, [mark == _ZERO for mark in its])
         return _ZERO if zeros else _ANY
 
-    def row(self, eqn: JaxprEqn, mark: Mark) -> Mark:
+    def row(self, eqn: JaxprEqn, mark: _Mark) -> _Mark:
         own = (each for each in mark if isinstance(each, _Given))
         return mark & (_NUMBERS | _ANY) | {each._replace(scans=(*each.scans, id(eqn))) for each in own}
 
-    def rows(self, eqn: JaxprEqn, mark: Mark) -> Mark:
+    def rows(self, eqn: JaxprEqn, mark: _Mark) -> _Mark:
         # What the rounds give back is put together to the array that was scanned over, if each gives back its own row.
         (first, *others) = mark or _ANY
         if not others and _is_row(first, eqn):
             return frozenset({first._replace(scans=first.scans[:-1])})
         return self.parts([mark])
 
-    def later(self, eqn: JaxprEqn, mark: Mark) -> Mark:
+    def later(self, eqn: JaxprEqn, mark: _Mark) -> _Mark:
         return frozenset("any" if _is_row(each, eqn) else each for each in mark)
 
     def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
@@ -274,7 +271,7 @@ def _is_row(value: Any, eqn: JaxprEqn) -> TypeGuard[_Given]:
     return isinstance(value, _Given) and value.scans[-1:] == (id(eqn),)
 
 
-def _converted(eqn: JaxprEqn, mark: Mark) -> Mark:
+def _converted(eqn: JaxprEqn, mark: _Mark) -> _Mark:
     """Returns the mark after a cast: widening keeps the mark, and integers and bools become finite numbers."""
     aval: Any = eqn.invars[0].aval
     own, want = aval.dtype, eqn.params["new_dtype"]

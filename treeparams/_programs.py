@@ -22,8 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ._tree.dtypes import is_inexact
-from ._tree.refs import is_ref
+from ._tree.types import is_inexact, is_ref
 
 V = TypeVar("V")
 
@@ -100,14 +99,14 @@ _VALUES = {"dynamic_update_slice": slice(2), "scatter": slice(0, 3, 2), "select_
 _VALUES["scatter-add"] = _VALUES["scatter"]
 
 
-def name_of(eqn: JaxprEqn) -> str:
+def operation_name(eqn: JaxprEqn) -> str:
     """Returns the name of an operation."""
     return type(eqn.params["_prim"]).__name__ if is_high(eqn) else eqn.primitive.name
 
 
 def kind_of(eqn: JaxprEqn) -> Kind:
     """Returns the facts known about an operation."""
-    return _KINDS.get(name_of(eqn), Kind(0))
+    return _KINDS.get(operation_name(eqn), Kind(0))
 
 
 def is_high(eqn: JaxprEqn) -> bool:
@@ -288,7 +287,7 @@ class Marks(Walk[Any]):
         held = ref.mark
         if name == "freeze":
             return [held]
-        is_whole = len(given) == int(name != "get") and eqn.params["tree"] == _whole_ref(_shape_of(eqn))
+        is_whole = len(given) == int(name != "get") and eqn.params["tree"] == _whole_ref(_type_in_ref(eqn))
         if name == "addupdate":
             ref.mark = self.opaque([held, *given])
             return []
@@ -369,7 +368,7 @@ class Marks(Walk[Any]):
             ref.mark = mark
 
 
-def _shape_of(eqn: JaxprEqn) -> Any:
+def _type_in_ref(eqn: JaxprEqn) -> Any:
     aval: Any = eqn.invars[0].aval
     return aval.inner_aval
 
@@ -401,10 +400,10 @@ def _lowered(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def programs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """Returns the programs in the parameters of an operation; constants that are not available are `None`."""
     values = [each if isinstance(each, (tuple, list)) else (each,) for each in eqn.params.values()]
-    return [as_closed(each) for value in values for each in value if isinstance(each, (ClosedJaxpr, Jaxpr))]
+    return [_as_closed(each) for value in values for each in value if isinstance(each, (ClosedJaxpr, Jaxpr))]
 
 
-def as_closed(program: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
+def _as_closed(program: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
     """Returns a program with the values of its constants, which are `None` if they are not available."""
     is_closed = isinstance(program, ClosedJaxpr)
     return program if is_closed else ClosedJaxpr(program, [None] * len(program.constvars))

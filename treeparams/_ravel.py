@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact
 
-from ._forms.makers import stacks_of, vector_of
+from ._forms.form import stacks_of, vector_of
 from ._forms.restructure import Restructure, restructure_over
+from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
-from ._slots.untrained import warn_of_nothing
 from ._slots.where import Where
-from ._tree.messages import name_deleted, warn
+from ._tree.memory import name_deleted, warn
 
 M = TypeVar("M")
 

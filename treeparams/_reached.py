@@ -130,7 +130,7 @@ class _Differentiable(Marks):
         rows, adding = every, self._adding.get(call, [])
         if operands and call not in self._adding:
             try:
-                rows, adding = _by_rule(eqn, moves)
+                rows, adding = _dependence(eqn, moves)
             except Exception:  # then so does the derivative, if it comes to that, and says why
                 rows, adding = every, []
             if rows == every:
@@ -145,7 +145,7 @@ class _Differentiable(Marks):
 # not depend on the tangents, or on the cotangents, is zero only if it is the constant zero: a rule may give anything.
 
 
-def _by_rule(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int] | None]:
+def _dependence(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int] | None]:
     """Returns for each result the operands with respect to which it has a derivative.
 
     If the rule is for cotangents, it also returns the operands whose cotangent may be nonzero at zero cotangents.
@@ -158,7 +158,7 @@ def _by_rule(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[in
         return _by_cotangents(eqn, moves)
     count = len(eqn.invars)
     tangents = _dependent(program, count, count)[len(eqn.outvars) :]
-    return [[i for i in _bits(row, count) if moves[i]] for row in tangents], None
+    return [[i for i in _operands_of(row, count) if moves[i]] for row in tangents], None
 
 
 def _by_cotangents(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int]]:
@@ -166,11 +166,11 @@ def _by_cotangents(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], l
     program, count = backward(eqn, moves), len(eqn.outvars)
     moving = [i for i, move in enumerate(moves) if move]
     columns = dict(zip(moving, _dependent(program, len(moves), count)[-len(moving) :], strict=True))
-    rows = [[i for i, column in columns.items() if result in _bits(column, count)] for result in range(count)]
+    rows = [[i for i, column in columns.items() if result in _operands_of(column, count)] for result in range(count)]
     return rows, [i for i, column in columns.items() if column >> count]
 
 
-def _bits(mark: int, count: int) -> list[int]:
+def _operands_of(mark: int, count: int) -> list[int]:
     """Returns which of the first marks a value has; all of them if it has only another mark, which means doubt."""
     return [i for i in range(count) if mark >> i & 1] or list(range(count if mark else 0))
 

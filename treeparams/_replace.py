@@ -11,17 +11,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ._slots.index import Index
-from ._slots.layout import Layout
-from ._slots.rules import first_entries
+from ._slots.index import Index, first_entries
+from ._slots.layout import Layout, look_up
 from ._slots.ties import Alias
-from ._slots.trainable import look_up
 from ._slots.where import name_of, read
 from ._tree.memory import note_ties
 from ._tree.recognise import structure_of
-from ._tree.refs import value_of
 from ._tree.structure import Spec, Structure, is_array
 from ._tree.text import describe, in_short
+from ._tree.types import value_of
 
 M = TypeVar("M")
 Value = ArrayLike | Callable[[Any], Any]
@@ -73,7 +71,7 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     for source, number in found.items():
         where, value = entries[number]
         alias = through[number].get(source)
-        new = _checked(structure, source if alias is None else alias.leaf, where, value, leaves)
+        new = _fitting_value(structure, source if alias is None else alias.leaf, where, value, leaves)
         if alias is not None:
             new = _inverted(structure, alias, new)
         new = jnp.copy(new) if id(new) in taken else new
@@ -99,7 +97,7 @@ def _aliases_alone(index: Index, where: object) -> dict[int, Alias]:
     }
 
 
-def _checked(structure: Structure, leaf: int, where: object, value: Any, leaves: Sequence[Any]) -> Any:
+def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, leaves: Sequence[Any]) -> Any:
     """Returns the new array for a leaf, in the shape and dtype of the leaf."""
     (shape, dtype, _), path = structure.spec(leaf), structure.paths[leaf]
     made = _called(where, value, path, value_of(leaves[leaf]))

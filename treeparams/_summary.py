@@ -8,14 +8,11 @@ from typing import NamedTuple
 import jax.tree_util as jtu
 
 from ._forms.restructure import Restructure, known_leaves
-from ._slots.index import Index
-from ._slots.layout import Layout, Trainable
-from ._slots.trainable import look_up
-from ._slots.untrained import no_arrays
+from ._slots.index import Index, no_arrays
+from ._slots.layout import Layout, Trainable, look_up
 from ._tree.paths import join_path, split_path
 from ._tree.recognise import structure_of
-from ._tree.tables import Table, as_html, as_text
-from ._tree.text import count_of, first_few, in_bytes
+from ._tree.text import Table, as_html, as_text, count_of, first_few, in_bytes
 from ._tree.types import PyTree
 
 _HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "place", "tied to")
@@ -24,7 +21,7 @@ _OPTIONAL = (6, 7)  # columns that are left out where there is nothing in them
 _ROLES = ("trained", "frozen", "other")
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """One array of a model (a tied parameter once); or several arrays in one row, those below a node or of one role."""
 
     path: str
@@ -52,10 +49,10 @@ class Summary:
         totals: one row per role, `"trained"`, `"frozen"` and `"other"`, with `.arrays`, `.elements` and `.nbytes`.
     """
 
-    def __init__(self, rows: Sequence[Row], shown: Sequence[Row], notes: Mapping[str, str]) -> None:
+    def __init__(self, rows: Sequence[_Row], shown: Sequence[_Row], notes: Mapping[str, str]) -> None:
         """Used by this library; write `tp.summary(model)`."""
         self.rows = tuple(rows)
-        self.totals = {role: _joined(role, [row for row in rows if row.role == role]) for role in _ROLES}
+        self.totals = {role: _joined_rows(role, [row for row in rows if row.role == role]) for role in _ROLES}
         # A role that no array has is worth no column and no line. But if nothing is trained, that is worth one.
         cells = [_HEADER, *(row.cells() for row in shown)]
         empty = [i for i in _OPTIONAL if not any(row[i] for row in cells[1:])]
@@ -162,13 +159,13 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
             is_trained = i in index.by_leaf and i not in structure.refs
             role = "trained" if is_trained else "frozen" if spec.parameter else "other"
             rows.append(
-                Row(path, spec.shape, str(spec.dtype), *sizes, role, places.get(path, ""), index.tied_to.get(path, ""))
+                _Row(path, spec.shape, str(spec.dtype), *sizes, role, places.get(path, ""), index.tied_to.get(path, ""))
             )
     shown = rows
     if depth is not None:
         count_of("depth", depth, "entries")
         shown = [
-            _joined(path, list(members))
+            _joined_rows(path, list(members))
             for path, members in itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
         ]
     notes = {"narrow": _of_narrow(index, rows), "no arrays": no_arrays(structure)}
@@ -178,7 +175,7 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     return Summary(rows, shown, notes)
 
 
-def _of_narrow(index: Index, rows: Sequence[Row]) -> str:
+def _of_narrow(index: Index, rows: Sequence[_Row]) -> str:
     """Describes the trained parameters with less than single precision, if there are any."""
     paths = {index.slots[slot].path for slot in index.narrow_slots}
     own = [row for row in rows if row.path in paths]
@@ -191,7 +188,7 @@ def _of_narrow(index: Index, rows: Sequence[Row]) -> str:
     )
 
 
-def _joined(path: str, rows: Sequence[Row]) -> Row:
+def _joined_rows(path: str, rows: Sequence[_Row]) -> _Row:
     """Joins several rows into one; a single row is returned as it is."""
     if len(rows) == 1:
         return rows[0]
@@ -201,7 +198,7 @@ def _joined(path: str, rows: Sequence[Row]) -> Row:
     arrays, elements = sum(row.arrays for row in rows), sum(row.elements for row in rows)
     nbytes = sum(row.nbytes for row in rows)
     ties = first_few([row.tied_to for row in rows if row.tied_to])
-    return Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
+    return _Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
 
 
 Summary.__module__ = "treeparams.types"

@@ -8,10 +8,9 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from ._slots.accidents import note_untied
-from ._slots.layout import Layout
+from ._slots.layout import Layout, look_up
 from ._slots.said import declaring_nodes
-from ._slots.ties import Alias, checked, find_ties, parameter_at
-from ._slots.trainable import look_up
+from ._slots.ties import Alias, checked_transform, find_ties, parameter_at
 from ._slots.where import Where, select
 from ._tree.copying import copy_leaf
 from ._tree.memory import keep_apart, note, note_ties
@@ -76,7 +75,7 @@ def tie(
         )
     else:
         at, source = parameter_at(structure, alias), parameter_at(structure, to)
-        linear = checked(structure, at, source, transform)
+        linear = checked_transform(structure, at, source, transform)
         known = [Alias(at, source, () if linear is None else (linear,))]
         if linear is not None and known[0] not in find_ties(structure):
             written = f"jnp.{linear}" if getattr(transform, "__module__", "") == "jax.numpy" else f"{linear}"

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ._slots.index import Slot
-from ._slots.layout import Layout, Trainable, index_of
-from ._slots.trainable import layout as layout_of
+from ._slots.layout import Layout, Trainable, index_of, layout as layout_of
 from ._tree.paths import join_path, split_path
 from ._tree.text import in_bytes
 from ._tree.types import PyTree
@@ -81,13 +80,13 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
     strips = _strips(known)
     width = 8.5 if ax is None else ax.get_window_extent().width / ax.figure.dpi
     labels = [_labels(strip, index_of(known).tied_to) for strip in strips]
-    bases, bottom = _bases([_divided(each, width)[1] for each in labels])
+    bases, bottom = _lower_edges([_inside_and_below(each, width)[1] for each in labels])
     if ax is None:
         _, ax = plt.subplots(figsize=(width, _INCHES * (1.8 - bottom)), layout="constrained")
     colours = _colours(known)
     for strip, base, each in zip(strips, bases, labels, strict=True):
         _draw(ax, strip, base, index_of(known).tied_to, colours)
-        _name(ax, base, *_divided(each, width))
+        _name(ax, base, *_inside_and_below(each, width))
     ax.set(xlim=(-0.005, 1.07), ylim=(bottom, 1.8))
     ax.axis("off")
     marks = []
@@ -116,13 +115,13 @@ def _colours(known: Layout) -> dict[str, str]:
     index = index_of(known)
     entries = [index.structure.entries[i] for i in index.distinct]
     paths = [index.structure.paths[i] for i in index.distinct]
-    shared = _shared(paths)
+    shared = _common_entries(paths)
     heads = {path: entry[: shared + 1] for path, entry in zip(paths, entries, strict=True)}
     number = {head: i for i, head in enumerate(dict.fromkeys(heads.values()))}
     return {path: _COLOURS[number[head] % len(_COLOURS)] for path, head in heads.items()}
 
 
-def _shared(paths: Iterable[str]) -> int:
+def _common_entries(paths: Iterable[str]) -> int:
     """Returns how many entries all paths have in common at their start."""
     entries = zip(*map(split_path, paths), strict=False)
     return len(list(itertools.takewhile(lambda each: len(set(each)) == 1, entries)))
@@ -131,7 +130,7 @@ def _shared(paths: Iterable[str]) -> int:
 def _labels(strip: _Strip, tied: dict[str, str]) -> list[_Label]:
     # The deepest names that are few enough; where even those at which the paths part are too many, some of them.
     groups: dict[str, list[Slot]] = {}
-    shallowest = _shared(slot.path for slot in strip.slots) + 1
+    shallowest = _common_entries(slot.path for slot in strip.slots) + 1
     deepest = max((len(split_path(slot.path)) for slot in strip.slots), default=0)
     for depth in range(max(deepest, shallowest), shallowest - 1, -1):
         groups = {}
@@ -148,7 +147,7 @@ def _labels(strip: _Strip, tied: dict[str, str]) -> list[_Label]:
     return labels
 
 
-def _divided(labels: Sequence[_Label], inches: float) -> tuple[list[_Label], list[_Label]]:
+def _inside_and_below(labels: Sequence[_Label], inches: float) -> tuple[list[_Label], list[_Label]]:
     """Returns the labels that fit inside the strip, and the others."""
     inside, below = [], []
     for label in labels:
@@ -157,7 +156,7 @@ def _divided(labels: Sequence[_Label], inches: float) -> tuple[list[_Label], lis
     return inside, below
 
 
-def _bases(below: Sequence[Sequence[_Label]]) -> tuple[list[float], float]:
+def _lower_edges(below: Sequence[Sequence[_Label]]) -> tuple[list[float], float]:
     """Returns the base of each strip under which these labels are written, and where the last one ends."""
     bases, base = [], 0.0
     for labels in below:

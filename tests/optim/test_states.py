@@ -15,8 +15,8 @@ import pytest
 
 import treeparams as tp
 from treeparams import optim, saving
-from treeparams._forms.makers import stacks_of, tree_of, vector_of
-from treeparams._forms.owners import divide
+from treeparams._forms.form import stacks_of, tree_of, vector_of
+from treeparams._forms.states import divide
 
 from ..zoo import assert_close, assert_same, ramp
 

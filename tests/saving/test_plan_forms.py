@@ -11,7 +11,7 @@ import pytest
 
 import treeparams as tp
 from treeparams import optim, saving
-from treeparams._forms.makers import vector_of
+from treeparams._forms.form import vector_of
 from treeparams._forms.states import Copies, entries_of, regroup
 from treeparams._slots.layout import index_of
 from treeparams.optim._state import Roles, TrainableState, regrouped, rule_of

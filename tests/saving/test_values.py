@@ -23,7 +23,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim, saving
 from treeparams._files.values import from_words, in_words
-from treeparams._tree.structure import scan
+from treeparams._tree.structure import scan_tree
 from treeparams.saving import _opaque
 
 from ..zoo import ramp
@@ -359,7 +359,7 @@ def test_a_deep_tree_is_saved_as_deep_as_jax_takes_it(path):
         in_thread(functools.partial(there_and_back if takes else too_deep, tree))
     # Python has fewer levels than JAX from 3.12 on. There is no recursion in what reads a tree.
     _, treedef = jax.tree.flatten(nested(700))
-    in_thread(lambda: [sys.setrecursionlimit(120), scan(nested(700), [ramp(2)], treedef)])
+    in_thread(lambda: [sys.setrecursionlimit(120), scan_tree(nested(700), [ramp(2)], treedef)])
 
 
 # -- In words ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from treeparams.sharding._agree import agree
+from treeparams.sharding._step import agree
 
 PROGRAMS = pathlib.Path(__file__).with_name("_process_programs")
 

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import treeparams as tp
-from treeparams._tree.globs import Glob
-from treeparams._tree.paths import join_path, quote, split_path, unquote
+from treeparams._tree.paths import Glob, join_path, quote, split_path, unquote
 
 from ..zoo import Norm, Pair
 

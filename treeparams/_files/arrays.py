@@ -11,9 +11,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
-from .._tree.dtypes import Array, is_inexact
 from .._tree.structure import Spec
 from .._tree.text import describe
+from .._tree.types import Array, is_inexact
 from .format import DTYPES, PACKED, WRITTEN, Packed, Stored, entries_text
 from .source import PIECE
 

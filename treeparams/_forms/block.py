@@ -1,6 +1,16 @@
-"""One array of a form, and the places of slots in it: in sequence in a vector, as rows of a stack, or one array alone.
+"""One array cut into many, and many joined into one: two linear maps, each the transpose of the other.
 
-A block is static. It records only shapes and dtypes of slots, so that similar models share programs.
+A vector is cut into arrays of any shapes. A stack is cut into its rows: the axis that is cut is then followed by `rank`
+other axes, which stay as they are and keep their placement on a mesh.
+
+XLA has no views: every leaf that is cut out of a vector is a slice with a separate kernel, and compiling thousands of
+those makes a flat model slow to compile. Here the leaves of one shape share a kernel (see `_hidden`).
+
+Both maps are JAX primitives, because only that keeps them fast under differentiation of any order: the transpose of K
+slices would be K padded additions, and that of a concatenation K slices.
+
+A `Block` records which slots are in one array of a form, and where: in sequence in a vector, as rows of a stack, or one
+array alone. It is static. It records only shapes and dtypes of slots, so that similar models share programs.
 """
 
 import dataclasses
@@ -11,14 +21,248 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import jet, layout
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._tree.dtypes import is_complex, widened
-from .mesh import alike, first_axis_whole, replicated
-from .primitives import Shapes, cut, join
+from .._tree.types import is_complex, widened
+from .mesh import alike, broadcast_as, first_axis_whole, laid_as, leading_axis, replicated, varying_alike
+
+_Shapes = tuple[tuple[int, ...], ...]
+
+# A shape that stands at fewer places than this is cut at constant offsets. For a net of 10 leaves the conditional below
+# saves a third of the build and costs a tenth of the run time; from some 30 leaves on it saves up to nine tenths of the
+# build. There a gradient takes as long as with constant offsets, and a derivative of higher order, which has a
+# conditional for each cut, 1.0 to 1.1 times as long (`benchmarks/RESULTS.md`, `derivatives`).
+_FEW = 16
+
+
+def cut(array: jax.Array, shapes: _Shapes, rank: int = 0) -> list[jax.Array]:
+    """Cuts the axis before the last `rank` ones into arrays of these shapes, from the front; the remainder is dropped.
+
+    Each shape ends with those axes. Axes before the one that is cut are a batch, which each piece has too.
+    """
+    return cut_p.bind(array, shapes=shapes, rank=rank) if shapes else []
+
+
+def join(arrays: Sequence[jax.Array], shapes: _Shapes, length: int, rank: int = 0) -> jax.Array:
+    """Joins pieces (at least one) into an array of this length, filled up with zeros: the transpose of `cut`."""
+    return _join_p.bind(*varying_alike(arrays), shapes=shapes, length=length, rank=rank)
+
+
+# -- How it is done ----------------------------------------------------------------------------------------------------
+
+
+def _lengths(shapes: _Shapes, rank: int) -> list[int]:
+    return [math.prod(shape[: len(shape) - rank]) for shape in shapes]
+
+
+def _split_up(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Array]:
+    axis = array.ndim - 1 - rank
+    lengths = _lengths(shapes, rank)
+    pieces = jax.lax.split(array, [*lengths, array.shape[axis] - sum(lengths)], axis=axis)
+    return [_as_piece(piece, axis, shape) for piece, shape in zip(pieces, shapes, strict=False)]
+
+
+def _cut_on_tpu(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Array]:
+    # Where rows are shorter than a tile, XLA for TPU lays a stack out with its first axis innermost, so that a loop
+    # over the rows reads all of the stack for each. One copy before the loop, with the rows outermost, is less by the
+    # number of rows: for a step over 50 layers of 32x32, bytes moved went from 140 to 18 times the parameters.
+    pieces = zip(_split_up(array, shapes=shapes, rank=rank), shapes, strict=True)
+    return [_rows_outermost(piece) if rank and len(shape) == rank + 2 else piece for piece, shape in pieces]
+
+
+def _rows_outermost(stack: jax.Array) -> jax.Array:
+    return layout.with_layout_constraint(stack, layout.Layout(tuple(range(stack.ndim))))
+
+
+def _cut_at_run_time(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Array]:
+    axis = array.ndim - 1 - rank
+    lengths = _lengths(shapes, rank)
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, shape in enumerate(shapes):
+        alike.setdefault(shape, []).append(i)
+    often = [same for same in alike.values() if len(same) >= _FEW]
+    offsets = _hidden([[starts[i] for i in same] for same in often])
+    hidden = dict(zip(itertools.chain(*often), offsets, strict=True))
+    before, after = [np.uint32(0)] * axis, [np.uint32(0)] * rank
+    pieces = []
+    for i, (shape, length, start) in enumerate(zip(shapes, lengths, starts, strict=True)):
+        if i in hidden:
+            sizes = (*array.shape[:axis], length, *array.shape[axis + 1 :])
+            piece = jax.lax.dynamic_slice(array, [*before, hidden[i], *after], sizes)
+        else:
+            piece = jax.lax.slice_in_dim(array, start, start + length, axis=axis)
+        pieces.append(_as_piece(piece, axis, shape))
+    return pieces
+
+
+def _as_piece(piece: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    # Of an array that lies over several devices JAX knows where it lies after `squeeze`, and not after any reshape.
+    if len(shape) == piece.ndim - axis - 1:
+        return jax.lax.squeeze(piece, [axis])
+    return jax.lax.reshape(piece, piece.shape[:axis] + shape)
+
+
+def _hidden(offsets: Sequence[Sequence[int]]) -> list[jax.Array]:
+    """Returns the offsets of the leaves of several shapes, one shape after another, so that XLA cannot fold them."""
+    # XLA compiles a kernel once for all operations that are the same up to their operands. Slices differ in their
+    # offsets, unless these are operands too: results of another operation that is neither folded into a constant nor
+    # fused into the kernel. On CPU a conditional is such an operation, and behind the barrier it is not known which
+    # branch is taken until all that would simplify it has run. A barrier around the offsets alone is not enough:
+    # scalar constants are fused, small arrays of constants too.
+    #
+    # A conditional copies each of its results: with one for each of 200 leaves a `jvp` took 1.6 times as long. So an
+    # offset is the sum of two numbers, added within the kernel: where a run of leaves begins, and how far into the run
+    # a leaf lies. Layers repeat themselves, so K leaves of a shape need some 2 sqrt(K) different numbers.
+    if not offsets:
+        return []
+    terms = np.concatenate(list(map(_terms, offsets)), axis=1)
+    numbers = np.unique(terms).tolist()
+    always = jax.lax.optimization_barrier(jnp.bool_(True))
+    # Unsigned, or JAX would add code for negative offsets. The other branch, never taken, has a number of its own for
+    # each too: XLA would make copies of one that comes several times.
+    known = jax.lax.cond(
+        always, lambda: [np.uint32(number) for number in numbers], lambda: [np.uint32(number + 1) for number in numbers]
+    )
+    at = dict(zip(numbers, known, strict=True))
+    return [at[start] + at[further] for start, further in terms.T.tolist()]
+
+
+def _terms(offsets: Sequence[int]) -> np.ndarray:
+    """Returns two rows with few different numbers, whose sums are the offsets."""
+    leaves, root = np.asarray(offsets), math.sqrt(len(offsets))
+
+    def in_runs(size: int) -> np.ndarray:
+        starts = np.repeat(leaves[::size], size)[: len(leaves)]
+        return np.stack([starts, leaves - starts])
+
+    # Runs are alike if each is some whole layers, and a layer may have several leaves of the shape.
+    sizes = [max(round(root / several), 1) * several for several in range(1, 9)]
+    return min(map(in_runs, sizes), key=lambda terms: len(np.unique(terms)))
+
+
+def _one_array(*arrays: jax.Array, shapes: _Shapes, length: int, rank: int) -> jax.Array:
+    # Axes before those of the shapes are a batch, so the first of a shape's own is the one that is joined. A shape
+    # without an axis beside the last `rank` is one row, and gets one.
+    axis = arrays[0].ndim - len(shapes[0])
+    pieces = []
+    for array, shape, size in zip(arrays, shapes, _lengths(shapes, rank), strict=True):
+        if len(shape) == rank:
+            pieces.append(jax.lax.expand_dims(array, [axis]))
+        else:
+            pieces.append(jax.lax.reshape(array, (*array.shape[:axis], size, *array.shape[array.ndim - rank :])))
+    like = pieces[0]
+    missing = length - sum(piece.shape[axis] for piece in pieces)
+    if missing:
+        zeros = jnp.zeros((*like.shape[:axis], missing, *like.shape[axis + 1 :]), like.dtype)
+        pieces.append(laid_as(zeros, like))
+    return jax.lax.concatenate(pieces, axis)
+
+
+# -- As primitives -----------------------------------------------------------------------------------------------------
+
+cut_p = jax.extend.core.Primitive("cut")
+cut_p.multiple_results = True
+_cut_compiled = jax.jit(cut_p.bind, static_argnames=("shapes", "rank"))
+
+_join_p = jax.extend.core.Primitive("join")
+_join_p.def_impl(jax.jit(_one_array, static_argnames=("shapes", "length", "rank")))
+
+
+@cut_p.def_impl
+def _cut_now(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Array]:
+    # With `jax.disable_jit` the compiled one would come back here.
+    is_eager = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    return (_split_up if is_eager else _cut_compiled)(array, shapes=shapes, rank=rank)
+
+
+@cut_p.def_abstract_eval
+def _cut_types(array: Any, *, shapes: _Shapes, rank: int) -> list[Any]:
+    return [_type_like(array, 1 + rank, shape, rank) for shape in shapes]
+
+
+@_join_p.def_abstract_eval
+def _join_type(*arrays: Any, shapes: _Shapes, length: int, rank: int) -> Any:
+    return _type_like(arrays[0], len(shapes[0]), (length, *shapes[0][len(shapes[0]) - rank :]), rank)
+
+
+def _type_like(aval: Any, replaced: int, shape: tuple[int, ...], rank: int) -> Any:
+    # The type of an array with other axes before the last `rank` ones, whole on each device; all others lie as before.
+    batch, spec = aval.ndim - replaced, aval.sharding.spec
+    spec = PartitionSpec(*spec[:batch], *[None] * (len(shape) - rank), *spec[aval.ndim - rank :])
+    sharding = NamedSharding(aval.sharding.mesh, spec)
+    return aval.update(shape=aval.shape[:batch] + shape, sharding=sharding, weak_type=False)
+
+
+# What JAX gives a rule may be NumPy's, too.
+def _transpose_cut(cotangents: Sequence[Any], array: Any, *, shapes: _Shapes, rank: int) -> list[Any]:
+    length = array.aval.shape[array.aval.ndim - 1 - rank]
+    return [join([ad.instantiate_zeros(each) for each in cotangents], shapes, length, rank)]
+
+
+def _transpose_join(cotangent: Any, *arrays: Any, shapes: _Shapes, length: int, rank: int) -> list[Any]:
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(array.aval) if ad.is_undefined_primal(array) else None for array in arrays]
+    pieces = cut(cotangent, shapes, rank)
+    return [piece if ad.is_undefined_primal(array) else None for piece, array in zip(pieces, arrays, strict=True)]
+
+
+def _batch_cut(
+    arrays: Sequence[Any], axes: Sequence[Any], *, shapes: _Shapes, rank: int
+) -> tuple[list[jax.Array], list[int]]:
+    pieces = cut(jnp.moveaxis(arrays[0], axes[0], 0), shapes, rank)
+    return pieces, [0] * len(pieces)
+
+
+def _batch_join(
+    arrays: Sequence[Any], axes: Sequence[Any], *, shapes: _Shapes, length: int, rank: int
+) -> tuple[jax.Array, int]:
+    # A batch axis comes before the one that is cut, and all pieces must have it. A piece that is the same for the whole
+    # batch is repeated, and lies over the devices of a mesh as the others do.
+    stacks = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
+    mapped = [stack for stack, axis in zip(stacks, axes, strict=True) if axis is not None]
+    size = mapped[0].shape[0]
+    along = next(filter(None, map(leading_axis, mapped)), None)
+    for i, axis in enumerate(axes):
+        if axis is None:
+            stacks[i] = broadcast_as(stacks[i], size, along)
+    return join(stacks, shapes, length, rank), 0
+
+
+# The maps are linear, so each term of a Taylor series is mapped by itself. `jet` gives the terms of each operand, and
+# wants those of each result: a cut has one operand and many results, a join the other way round.
+def _taylor_of_cut(
+    arrays: Sequence[Any], series: Sequence[Any], *, shapes: _Shapes, rank: int
+) -> tuple[list[jax.Array], list[Any]]:
+    terms = [cut(term, shapes, rank) for term in series[0]]
+    return cut(arrays[0], shapes, rank), [list(each) for each in zip(*terms, strict=True)]
+
+
+def _taylor_of_join(
+    arrays: Sequence[Any], series: Sequence[Any], *, shapes: _Shapes, length: int, rank: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    terms = [join(terms, shapes, length, rank) for terms in zip(*series, strict=True)]
+    return join(arrays, shapes, length, rank), terms
+
+
+ad.deflinear2(cut_p, _transpose_cut)
+ad.deflinear2(_join_p, _transpose_join)
+jet.jet_rules[cut_p] = _taylor_of_cut
+jet.jet_rules[_join_p] = _taylor_of_join
+batching.primitive_batchers[cut_p] = _batch_cut
+batching.primitive_batchers[_join_p] = _batch_join
+mlir.register_lowering(cut_p, mlir.lower_fun(_split_up, multiple_results=True))
+# Run-time offsets are for CPUs, where they were measured. On a GPU the conditional would wait for the host.
+mlir.register_lowering(cut_p, mlir.lower_fun(_cut_at_run_time, multiple_results=True), platform="cpu")
+mlir.register_lowering(cut_p, mlir.lower_fun(_cut_on_tpu, multiple_results=True), platform="tpu")
+mlir.register_lowering(_join_p, mlir.lower_fun(_one_array, multiple_results=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +274,7 @@ class Block:
     one row, if all its axes are kept.
     """
 
-    shapes: Shapes
+    shapes: _Shapes
     dtypes: tuple[Any, ...]  # of each; none of frozen arrays, which are as they lie in it
     dtype: Any  # of the whole
     length: int | None  # of the first axis, with the padding
@@ -133,7 +377,7 @@ class Block:
             return jnp.asarray(whole)
         return first_axis_whole(jnp.asarray(whole)) if self.rank else replicated(jnp.asarray(whole))
 
-    def between(self, whole: jax.Array, numbers: Sequence[int]) -> tuple[list[jax.Array], Shapes]:
+    def between(self, whole: jax.Array, numbers: Sequence[int]) -> tuple[list[jax.Array], _Shapes]:
         """Cuts out the arrays with these numbers, in ascending order, and the gaps before, between and after them.
 
         The pieces are `[gap, array, gap, array, ..., gap]`: the arrays are `pieces[1::2]`. With their shapes, which are
@@ -159,7 +403,7 @@ def _real(number: Any, dtype: DTypeLike) -> Any:
     return number.astype(dtype) if isinstance(number, jax.Array) else np.asarray(number, dtype)
 
 
-def with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int, ...], length: int) -> Shapes:
+def with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int, ...], length: int) -> _Shapes:
     """Returns the shapes of pieces at ascending `(start, size, shape)` along an axis, with the gaps around them."""
     shapes, at = [], 0
     for start, size, shape in spans:
@@ -182,7 +426,7 @@ def join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> lis
     joined = [i for i, block in enumerate(blocks) if block.length is not None]
     found = [own[0] if block.length is None else None for block, own in zip(blocks, arrays, strict=True)]
     some = tuple([blocks[i] for i in joined]), [arrays[i] for i in joined]
-    made = list(map(_join_rows, *some)) if _is_some_at_a_time(*some) else _join(*some)
+    made = list(map(_join_rows, *some)) if _is_some_at_a_time(*some) else _join_all(*some)
     for i, whole in zip(joined, made, strict=True):
         found[i] = whole
     return found
@@ -195,7 +439,7 @@ def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]
     if joined:
         some = tuple([blocks[i] for i in joined]), [leaves[i] for i in joined]
         is_some_at_a_time = _is_some_at_a_time(some[0], [[leaf] for leaf in some[1]])
-        made = list(map(_cut_rows, *some)) if is_some_at_a_time else _cut(*some)
+        made = list(map(_cut_rows, *some)) if is_some_at_a_time else _cut_all(*some)
         for i, arrays in zip(joined, made, strict=True):
             found[i] = arrays
     return found
@@ -219,12 +463,12 @@ def _is_some_at_a_time(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]])
 
 # Inside of a trace, inlining leaves no trace of these.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _join(blocks: tuple[Block, ...], arrays: Sequence[Sequence[Any]]) -> list[Any]:
+def _join_all(blocks: tuple[Block, ...], arrays: Sequence[Sequence[Any]]) -> list[Any]:
     return list(map(Block.join, blocks, arrays))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _cut(blocks: tuple[Block, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
+def _cut_all(blocks: tuple[Block, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
     return list(map(Block.cut, blocks, leaves))
 
 
@@ -241,13 +485,13 @@ def _join_rows(block: Block, rows: Sequence[Any]) -> jax.Array:
 
 def _cut_rows(block: Block, leaf: ArrayLike) -> list[jax.Array]:
     if not block.has_rows:
-        return _cut((block,), [leaf])[0]
+        return _cut_all((block,), [leaf])[0]
     leaf, found = block.gathered(leaf), []
     for start in range(0, len(block.shapes), _AT_ONCE):
         count = min(_AT_ONCE, len(block.shapes) - start)
         # The start is an operand, so that the slices for all starts are one program.
         rows = _slice(leaf, np.uint32(start), count)
-        found += _cut((_some_rows(block, count),), [rows])[0]
+        found += _cut_all((_some_rows(block, count),), [rows])[0]
     return found
 
 

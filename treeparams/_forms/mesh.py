@@ -94,7 +94,7 @@ def split_over(array: ArrayLike) -> int:
     return math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
 
 
-def in_shard_map() -> bool:
+def _in_shard_map() -> bool:
     """Returns whether this code runs inside a `jax.shard_map`."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
@@ -107,14 +107,14 @@ def varying(aval: Any) -> frozenset[str]:
 
 def result_varies(f: Callable[..., Any], *args: PyTree) -> frozenset[str]:
     """Returns the axes along which a function's result differs between devices; outside `shard_map` there are none."""
-    if not in_shard_map():
+    if not _in_shard_map():
         return frozenset()
     return frozenset[str]().union(*map(varying, jax.make_jaxpr(f)(*args).out_avals))
 
 
 def varying_alike(arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays with types that vary along all of the axes along which any of them does."""
-    if not in_shard_map():
+    if not _in_shard_map():
         return list(arrays)
     found = [varying(jax.typeof(array)) for array in arrays]
     union = frozenset[str]().union(*found)
@@ -133,7 +133,7 @@ def vary(array: ArrayLike, axes: frozenset[str]) -> Any:
 def zeros_typed(shape: tuple[int, ...], like: Any) -> jax.Array:
     """Returns zeros with the dtype of another array, placed on devices and varying over them as its type says."""
     zeros, sharding = vary(jnp.zeros(shape, like.dtype), varying(like)), getattr(like, "sharding", None)
-    return lay(zeros, sharding) if sharding is not None and is_explicit(sharding.mesh) else zeros
+    return lay(zeros, sharding) if sharding is not None and _is_explicit(sharding.mesh) else zeros
 
 
 def over_devices(
@@ -158,7 +158,7 @@ def mesh_within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return mesh if within.empty else within
 
 
-def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
+def _is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether types record the placement of arrays over the mesh."""
     return AxisType.Explicit in mesh.axis_types
 
@@ -169,12 +169,12 @@ def lay(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _lay_one(array: jax.Array, to: NamedSharding) -> jax.Array:
-    return reshard(array, to) if is_explicit(to.mesh) else jax.lax.with_sharding_constraint(array, to)
+    return reshard(array, to) if _is_explicit(to.mesh) else jax.lax.with_sharding_constraint(array, to)
 
 
 def automatic(f: Callable[..., Any], shardings: PyTree, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
     """Returns a function of traced arrays in which XLA alone decides their placement, except for the results."""
-    if not is_explicit(mesh):
+    if not _is_explicit(mesh):
         return lambda *args: lay(f(*args), shardings)
     # JAX 0.7 takes no concrete mesh here.
     types = jax.tree.map(lambda each: NamedSharding(each.mesh.abstract_mesh, each.spec), shardings)

@@ -20,15 +20,26 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._programs import Kind, Walk, backward, bind, called, derivative, is_floating, is_high, kind_of, name_of, programs
-from .block import with_gaps
-from .primitives import cut, cut_p
+from .._programs import (
+    Kind,
+    Walk,
+    backward,
+    bind,
+    called,
+    derivative,
+    is_floating,
+    is_high,
+    kind_of,
+    operation_name,
+    programs,
+)
+from .block import cut, cut_p, with_gaps
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Var = Any  # of a program: `jax.extend.core.Var`, or `Literal`
-Equation = Any  # `jax.extend.core.JaxprEqn`
-Place = tuple[int, int]  # within a part: of which equation, and which of its operands or results
+_Var = Any  # of a program: `jax.extend.core.Var`, or `Literal`
+_Equation = Any  # `jax.extend.core.JaxprEqn`
+_Place = tuple[int, int]  # within a part: of which equation, and which of its operands or results
 
 # A scan has a cost of its own: to compile it takes some 50 ms. What saves fewer equations than this is left as it is.
 _LEAST = 8
@@ -86,10 +97,10 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         reason = "the program has side effects, such as those of jax.debug.print"
     else:
         program = _Program(closed)
-        pieces = _pieces_in(program)
+        pieces = _strips_in(program)
         equations = _in_order(program, pieces) if pieces else []
         steps = list(_rolled(equations, pieces))
-        if any(isinstance(step, Loop) for step in steps):
+        if any(isinstance(step, _EqualParts) for step in steps):
             return _Evaluation(program, pieces, steps).run(operands)
         if _best(equations, pieces, least=1) is not None:  # not worth a word
             return jex.jaxpr_as_fun(closed)(*operands)
@@ -106,26 +117,26 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     return jex.jaxpr_as_fun(closed)(*operands)
 
 
-class _Program(Walk[Var]):
+class _Program(Walk[_Var]):
     """A program that includes those of `jax.jit` within it: layers may be functions that are compiled apart."""
 
     def __init__(self, program: jex.ClosedJaxpr) -> None:
         super().__init__()
-        self.operands: list[Var] = program.jaxpr.invars
-        self.constants: dict[Var, Any] = {}
-        self.equations: list[Equation] = []
+        self.operands: list[_Var] = program.jaxpr.invars
+        self.constants: dict[_Var, Any] = {}
+        self.equations: list[_Equation] = []
         self.results = self.run(program, self.operands)
 
-    def literal(self, atom: Var) -> Var:
+    def literal(self, atom: _Var) -> _Var:
         return atom
 
-    def constant(self, value: Any) -> Var:
+    def constant(self, value: Any) -> _Var:
         known = (var for var, other in self.constants.items() if other is value)
         var = next(known, None) or jex.Var(jax.typeof(value))
         self.constants[var] = value
         return var
 
-    def step(self, eqn: Equation, its: list[Var]) -> list[Var]:
+    def step(self, eqn: _Equation, its: list[_Var]) -> list[_Var]:
         within = called(eqn) if eqn.primitive.name == "jit" else None
         if within is not None:
             return self.run(within, its)
@@ -137,45 +148,45 @@ class _Program(Walk[Var]):
 # -- Pieces ------------------------------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class _Run(NamedTuple):
     """A part of an array along one axis."""
 
-    root: Var
+    root: _Var
     start: int
     size: int
     shape: tuple[int, ...]  # without the axes before that axis, which are a batch
     rank: int  # the number of axes behind that axis, as in `cut`
 
 
-class Column(NamedTuple):
+class _Column(NamedTuple):
     """Pieces at equal distances, one for each part."""
 
-    first: Piece
+    first: _Run
     step: int
 
 
-def _pieces_in(program: _Program) -> dict[Var, Piece]:
+def _strips_in(program: _Program) -> dict[_Var, _Run]:
     """Returns the results of a program that are pieces of its operands, of stacks, or of keys that it has split."""
     # A split of keys that comes again and again is made by each layer for itself: it belongs to the layer.
     splits = [each.outvars[0].aval for each in program.equations if each.primitive.name == "random_split"]
-    roots: set[Var] = {*program.operands, *program.constants}
-    found: dict[Var, Piece] = {}
+    roots: set[_Var] = {*program.operands, *program.constants}
+    found: dict[_Var, _Run] = {}
     for equation in program.equations:
         if equation.primitive.name == "random_split" and splits.count(equation.outvars[0].aval) < 3:
             roots.add(equation.outvars[0])
         elif equation.invars and not isinstance(equation.invars[0], jex.Literal):
-            found.update(zip(equation.outvars, _pieces_of(equation, roots, found), strict=False))
+            found.update(zip(equation.outvars, _strips_of(equation, roots, found), strict=False))
     return found
 
 
-def _pieces_of(equation: Equation, roots: set[Var], found: dict[Var, Piece]) -> Sequence[Piece]:
+def _strips_of(equation: _Equation, roots: set[_Var], found: dict[_Var, _Run]) -> Sequence[_Run]:
     """Returns the pieces that are the results of an equation; nothing if they are none."""
     name, params, operand = equation.primitive.name, equation.params, equation.invars[0]
     shape, of = operand.aval.shape, found.get(operand)
     if equation.primitive is cut_p and len(shape) == 1 + params["rank"] > 1:
         sizes = [math.prod(each[: len(each) - params["rank"]]) for each in params["shapes"]]
         starts = itertools.accumulate(sizes, initial=0)
-        return [Piece(operand, *each, params["rank"]) for each in zip(starts, sizes, params["shapes"], strict=False)]
+        return [_Run(operand, *each, params["rank"]) for each in zip(starts, sizes, params["shapes"], strict=False)]
     if name == "squeeze" and of is not None:
         is_whole = len(of.shape) == of.rank + 1 and params["dimensions"] == (len(shape) - 1 - of.rank,)
         return [of._replace(shape=of.shape[1:])] if is_whole else []
@@ -192,15 +203,15 @@ def _pieces_of(equation: Equation, roots: set[Var], found: dict[Var, Piece]) -> 
         return []
     rank = len(shape) - 1 - axis
     if of is None and operand in roots:
-        of = Piece(operand, 0, shape[axis], shape[axis:], rank)
+        of = _Run(operand, 0, shape[axis], shape[axis:], rank)
     if of is None or of.rank != rank or len(of.shape) != rank + 1:
         return []
     spans = itertools.pairwise(itertools.accumulate(sizes, initial=of.start + skipped))
     shapes = [of.shape[1:] if name == "unstack" else (size, *of.shape[1:]) for size in sizes]
-    return [Piece(of.root, a, b - a, own, rank) for (a, b), own in zip(spans, shapes, strict=True)]
+    return [_Run(of.root, a, b - a, own, rank) for (a, b), own in zip(spans, shapes, strict=True)]
 
 
-def _in_order(program: _Program, pieces: dict[Var, Piece]) -> list[Equation]:
+def _in_order(program: _Program, pieces: dict[_Var, _Run]) -> list[_Equation]:
     """Returns the equations that make no pieces. Those of pieces alone come where they are needed, with their layer."""
     # A form casts and transposes all its pieces before the first layer.
     equations = [each for each in program.equations if not (each.outvars and each.outvars[0] in pieces)]
@@ -220,7 +231,7 @@ def _in_order(program: _Program, pieces: dict[Var, Piece]) -> list[Equation]:
     return [equations[i] for _, i in sorted(order)]
 
 
-def _variables(atoms: Sequence[Var]) -> list[Var]:
+def _variables(atoms: Sequence[_Var]) -> list[_Var]:
     """Returns operands that are not constants."""
     return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
 
@@ -228,22 +239,22 @@ def _variables(atoms: Sequence[Var]) -> list[Var]:
 # -- Equal parts -------------------------------------------------------------------------------------------------------
 
 
-class Loop(NamedTuple):
+class _EqualParts(NamedTuple):
     """Equal parts of a program, one after another."""
 
-    parts: list[list[Equation]]
-    taken: dict[Place, Place]  # operands that are results of the part before, and where it has them
-    first: dict[Place, Var]  # what the first part takes in place of these results
-    columns: dict[Place, Column]  # operands that are pieces
-    numbers: dict[Place, np.ndarray]  # operands that are constants, where these differ
+    parts: list[list[_Equation]]
+    taken: dict[_Place, _Place]  # operands that are results of the part before, and where it has them
+    first: dict[_Place, _Var]  # what the first part takes in place of these results
+    columns: dict[_Place, _Column]  # operands that are pieces
+    numbers: dict[_Place, np.ndarray]  # operands that are constants, where these differ
 
-    def body(self) -> list[list[Var | Place]]:
+    def body(self) -> list[list[_Var | _Place]]:
         """Returns the operands of each equation of the first part, as places where those of other parts differ."""
         own = {*self.columns, *self.numbers, *self.taken}
         operands = enumerate([each.invars for each in self.parts[0]])
         return [[(k, m) if (k, m) in own else var for m, var in enumerate(its)] for k, its in operands]
 
-    def needs(self) -> list[Var]:
+    def needs(self) -> list[_Var]:
         """Returns the values that are needed from elsewhere."""
         made = {var for equation in self.parts[0] for var in equation.outvars}
         shared = [var for its in self.body() for var in its if not isinstance(var, tuple)]
@@ -251,7 +262,7 @@ class Loop(NamedTuple):
         return [*self.first.values(), *shared, *(column.first.root for column in self.columns.values())]
 
 
-def _rolled(equations: list[Equation], pieces: dict[Var, Piece]) -> Iterator[Equation | Loop]:
+def _rolled(equations: list[_Equation], pieces: dict[_Var, _Run]) -> Iterator[_Equation | _EqualParts]:
     """Yields the best loop, and recursively the loops and equations before and after it."""
     found = _best(equations, pieces)
     if found is None:
@@ -263,7 +274,7 @@ def _rolled(equations: list[Equation], pieces: dict[Var, Piece]) -> Iterator[Equ
     yield from _rolled(equations[start + sum(map(len, loop.parts)) :], pieces)
 
 
-def _best(equations: list[Equation], pieces: dict[Var, Piece], least: int = _LEAST) -> tuple[int, Loop] | None:
+def _best(equations: list[_Equation], pieces: dict[_Var, _Run], least: int = _LEAST) -> tuple[int, _EqualParts] | None:
     known, kinds = dict[Any, int](), _Kinds(pieces)
     ids = np.array([known.setdefault(kinds.of(equation), len(known)) for equation in equations])
     is_slow = np.array([_is_slow_in_loops(equation) for equation in equations])
@@ -287,7 +298,7 @@ def _best(equations: list[Equation], pieces: dict[Var, Piece], least: int = _LEA
     return None
 
 
-def _is_slow_in_loops(equation: Equation) -> bool:
+def _is_slow_in_loops(equation: _Equation) -> bool:
     # XLA for CPU computes a convolution within a loop on one core, and not by its library: a ResNet of 26 layers took
     # 5.5 times as long.
     if jax.default_backend() != "cpu":
@@ -296,14 +307,14 @@ def _is_slow_in_loops(equation: Equation) -> bool:
     return equation.primitive.name == "conv_general_dilated" or any(map(_is_slow_in_loops, inside))
 
 
-def _as_loop(equations: list[Equation], period: int, pieces: dict[Var, Piece]) -> Loop | None:
+def _as_loop(equations: list[_Equation], period: int, pieces: dict[_Var, _Run]) -> _EqualParts | None:
     """Returns the loop of these equations, if each part gets its operands from the same places as the others."""
     parts = [equations[i : i + period] for i in range(0, len(equations), period)]
-    made: dict[Var, tuple[int, Place]] = {}
+    made: dict[_Var, tuple[int, _Place]] = {}
     for number, part in enumerate(parts):
         for k, equation in enumerate(part):
             made |= {var: (number, (k, o)) for o, var in enumerate(equation.outvars)}
-    loop = Loop(parts, {}, {}, {}, {})
+    loop = _EqualParts(parts, {}, {}, {}, {})
     for place in [(k, m) for k in range(period) for m in range(len(parts[0][k].invars))]:
         operands = [part[place[0]].invars[place[1]] for part in parts]
         if isinstance(operands[0], jex.Literal):
@@ -311,7 +322,7 @@ def _as_loop(equations: list[Equation], period: int, pieces: dict[Var, Piece]) -
             if len({value.tobytes() for value in values}) > 1:
                 loop.numbers[place] = np.stack(values)
         elif all(operand in pieces for operand in operands):
-            column = _column([pieces[operand] for operand in operands])
+            column = _column_of([pieces[operand] for operand in operands])
             if column is not None:
                 loop.columns[place] = column
             elif len(set(operands)) > 1:
@@ -329,7 +340,7 @@ def _as_loop(equations: list[Equation], period: int, pieces: dict[Var, Piece]) -
     return loop
 
 
-def _hands_on(loop: Loop, place: Place, origin: Place, first: Var) -> bool:
+def _hands_on(loop: _EqualParts, place: _Place, origin: _Place, first: _Var) -> bool:
     """Notes that an operand is a result of the part before; returns whether a scan can carry it."""
     handed = loop.parts[0][origin[0]].outvars[origin[1]].aval
     loop.taken[place] = origin
@@ -337,10 +348,10 @@ def _hands_on(loop: Loop, place: Place, origin: Place, first: Var) -> bool:
     return is_one and (handed.shape, handed.dtype) == (first.aval.shape, first.aval.dtype)
 
 
-def _column(pieces: list[Piece]) -> Column | None:
+def _column_of(pieces: list[_Run]) -> _Column | None:
     first, step = pieces[0], pieces[1].start - pieces[0].start
     is_even = all(piece == first._replace(start=first.start + i * step) for i, piece in enumerate(pieces))
-    return Column(first, step) if is_even and step >= first.size else None
+    return _Column(first, step) if is_even and step >= first.size else None
 
 
 class _Kinds:
@@ -349,11 +360,11 @@ class _Kinds:
     Their operands then have the same types, or are pieces of the same arrays.
     """
 
-    def __init__(self, pieces: dict[Var, Piece]) -> None:
+    def __init__(self, pieces: dict[_Var, _Run]) -> None:
         self._pieces = pieces
         self._known: dict[Any, Any] = {}  # the keys of programs: most stand at many places
 
-    def of(self, equation: Equation, orders: int = _ORDERS, type_of: Callable[[Var], Any] | None = None) -> Any:
+    def of(self, equation: _Equation, orders: int = _ORDERS, type_of: Callable[[_Var], Any] | None = None) -> Any:
         """Returns the key of an equation."""
         type_of = type_of or self._type
         types = tuple(map(type_of, equation.invars)), tuple(map(type_of, equation.outvars))
@@ -363,20 +374,26 @@ class _Kinds:
             # The rules are closures, made anew at each call. What they do is the program of the derivative. That may
             # hold the function itself, as that of `jax.nn.relu` does, so they are followed to the second derivative.
             params = {name: value for name, value in params.items() if isinstance(value, (bool, int, str))}
-            name = name_of(equation) if Kind.RULE in kind_of(equation) else repr(equation.params.get("_prim"))
+            name = operation_name(equation) if Kind.RULE in kind_of(equation) else repr(equation.params.get("_prim"))
             rule = name, self._rule(equation, orders - 1) if orders else None
-        return equation.primitive, *types, within, rule, tuple([(name, _key(params[name])) for name in sorted(params)])
+        return (
+            equation.primitive,
+            *types,
+            within,
+            rule,
+            tuple([(name, _key_of(params[name])) for name in sorted(params)]),
+        )
 
-    def _type(self, var: Var) -> Any:
+    def _type(self, var: _Var) -> Any:
         is_literal = isinstance(var, jex.Literal)
         is_piece = not is_literal and var in self._pieces
         return self._pieces[var]._replace(start=0) if is_piece else (is_literal, var.aval)
 
     def _program(self, program: jex.ClosedJaxpr, orders: int) -> Any:
         key, jaxpr = (id(program.jaxpr), *map(id, program.consts), orders), program.jaxpr
-        numbers: dict[Var, int] = {}
+        numbers: dict[_Var, int] = {}
 
-        def name(var: Var) -> Any:
+        def name(var: _Var) -> Any:
             if isinstance(var, jex.Literal):
                 return var.aval, np.asarray(var.val).tobytes()
             return numbers.setdefault(var, len(numbers)), var.aval
@@ -388,7 +405,7 @@ class _Kinds:
             self._known[key] = (operands, equations, tuple(map(name, jaxpr.outvars)), key[1:-1]), program
         return self._known[key][0]
 
-    def _rule(self, equation: Equation, orders: int) -> Any:
+    def _rule(self, equation: _Equation, orders: int) -> Any:
         """Returns the program of an equation's derivative; if it has none, a value that equals nothing else."""
         operands = [is_floating(var.aval) for var in equation.invars]
         differentiated = backward if Kind.BACKWARD in kind_of(equation) else derivative
@@ -400,12 +417,12 @@ class _Kinds:
         return object()
 
 
-def _key(value: Any) -> Any:
+def _key_of(value: Any) -> Any:
     """Returns a key that two equal parameters of equations share; nothing of programs, which are compared apart."""
     if isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
         return None
     if isinstance(value, (tuple, list)):
-        return tuple(map(_key, value))
+        return tuple(map(_key_of, value))
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     with contextlib.suppress(TypeError):
@@ -420,28 +437,28 @@ def _key(value: Any) -> Any:
 class _Evaluation:
     """Computes the steps of a program one after another."""
 
-    def __init__(self, program: _Program, pieces: dict[Var, Piece], steps: Sequence[Equation | Loop]) -> None:
+    def __init__(self, program: _Program, pieces: dict[_Var, _Run], steps: Sequence[_Equation | _EqualParts]) -> None:
         self._program, self._steps = program, steps
         # Pieces that are no columns are made where they are read.
         self._makers = {var: each for each in program.equations for var in each.outvars if var in pieces}
         # What is needed beside the results of a loop within itself.
-        needed = [step.needs() if isinstance(step, Loop) else _variables(step.invars) for step in steps]
+        needed = [step.needs() if isinstance(step, _EqualParts) else _variables(step.invars) for step in steps]
         needed = [*itertools.chain(_variables(program.results), *needed)]
         self._needed = {*needed, *(pieces[var].root for var in needed if var in pieces)}
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
         self._values = self._program.constants | dict(zip(self._program.operands, operands, strict=True))
         for step in self._steps:
-            if isinstance(step, Loop):
+            if isinstance(step, _EqualParts):
                 self._scan(step)
             else:
                 self._run(step)
         return list(map(self._read, self._program.results))
 
-    def _run(self, equation: Equation) -> None:
+    def _run(self, equation: _Equation) -> None:
         self._values |= zip(equation.outvars, bind(equation, list(map(self._read, equation.invars))), strict=True)
 
-    def _read(self, var: Var, made: Mapping[Var, Any] | None = None) -> Any:
+    def _read(self, var: _Var, made: Mapping[_Var, Any] | None = None) -> Any:
         if isinstance(var, jex.Literal):
             return var.val
         if made and var in made:
@@ -450,7 +467,7 @@ class _Evaluation:
             self._run(self._makers[var])
         return self._values[var]
 
-    def _scan(self, loop: Loop) -> None:
+    def _scan(self, loop: _EqualParts) -> None:
         first, last = loop.parts[0], loop.parts[-1]
         for var in loop.needs():
             self._read(var)  # what were made within the body could not be used behind it
@@ -469,30 +486,30 @@ class _Evaluation:
             found = lambda places: [made[_result(first, place)] for place in places]
             return list(map(_strong, found(loop.first))), found(kept)
 
-        columns = _columns(loop, self._read)
+        columns = _columns_cut(loop, self._read)
         along = [*map(columns.__getitem__, loop.columns.values()), *loop.numbers.values()]
         carry = [_strong(self._read(var)) for var in loop.first.values()]
         carry, stacked = jax.lax.scan(step, carry, along, len(loop.parts))
         self._values |= {_result(last, place): value for place, value in zip(loop.first, carry, strict=True)}
         for place, values in zip(kept, stacked, strict=True):
             its = {i: var for i, part in enumerate(loop.parts) if (var := _result(part, place)) in self._needed}
-            rows = _cut(values, values.ndim - 1, [(i, 1, values.shape[1:]) for i in its])
+            rows = _cut_out(values, values.ndim - 1, [(i, 1, values.shape[1:]) for i in its])
             self._values |= zip(its.values(), rows, strict=True)
 
 
-def _result(part: Sequence[Equation], place: Place) -> Var:
+def _result(part: Sequence[_Equation], place: _Place) -> _Var:
     return part[place[0]].outvars[place[1]]
 
 
-def _columns(loop: Loop, read: Callable[[Var], Any]) -> dict[Column, jax.Array]:
+def _columns_cut(loop: _EqualParts, read: Callable[[_Var], Any]) -> dict[_Column, jax.Array]:
     """Returns an array for each column, with a leading axis over the parts."""
     # Columns that fit into the same rows are cut out of their array at once, one row for each part: a cut's transpose
     # is as large as the array. They are cut here and not in the body, which would save them for the way back.
-    found, parts = dict[Column, jax.Array](), len(loop.parts)
+    found, parts = dict[_Column, jax.Array](), len(loop.parts)
     left = sorted({*loop.columns.values()}, key=lambda each: each.first.start)
     while left:
         (root, start, _, _, rank), step = left[0]
-        some, end = list[Column](), start
+        some, end = list[_Column](), start
         for each in left:
             piece = each.first
             is_alike = (piece.root, piece.rank, each.step) == (root, rank, step)
@@ -504,13 +521,13 @@ def _columns(loop: Loop, read: Callable[[Var], Any]) -> dict[Column, jax.Array]:
         missing = start + parts * step - array.shape[axis]
         if missing > 0:  # the last row may end behind the array
             array = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
-        (rows,) = _cut(array, rank, [(start, parts * step, (parts, step, *rest))])
-        columns = _cut(rows, rank, [(piece.start - start, piece.size, piece.shape) for piece, _ in some])
+        (rows,) = _cut_out(array, rank, [(start, parts * step, (parts, step, *rest))])
+        columns = _cut_out(rows, rank, [(piece.start - start, piece.size, piece.shape) for piece, _ in some])
         found |= zip(some, [jnp.moveaxis(each, axis, 0) for each in columns], strict=True)
     return found
 
 
-def _cut(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:
+def _cut_out(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:
     """Cuts pieces out of the axis before the last `rank` ones; axes before that are a batch."""
     axis = array.ndim - 1 - rank
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

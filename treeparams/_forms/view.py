@@ -13,11 +13,11 @@ from jax.typing import ArrayLike
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of, slot_at, slots_in
 from .._slots.where import Where, select
-from .._tree.dtypes import is_complex
 from .._tree.text import first_few
+from .._tree.types import is_complex
+from .block import cut, join
 from .form import Form
 from .mesh import laid_as, replicated
-from .primitives import cut, join
 
 Values = Mapping[str, Any] | Sequence[Any] | ArrayLike
 """The values that a user passes for some parameters: a number, an array, or an array for each path."""
@@ -72,9 +72,9 @@ class View(Mapping[str, Any]):
         return jtu.tree_unflatten(self._form.treedef, self._leaves)
 
     @property
-    def at(self) -> "At":
+    def at(self) -> "_At":
         """Selects parameters to change: `view.at[where].set(value)` returns the new vector or stacks."""
-        return At(self._change)
+        return _At(self._change)
 
     def __getitem__(self, where: Where) -> Any:
         if not self._is_path(where):
@@ -119,10 +119,10 @@ class View(Mapping[str, Any]):
             raise KeyError(f"{where!r} selects nothing in this part of the view, which has {list(self)}")
         return tuple(found)
 
-    def _change(self, where: Where) -> "Change":
+    def _change(self, where: Where) -> "_Selected":
         """Returns the slots that `where` selects, for writing."""
         slots, index = self._select(where), index_of(self._layout)
-        change = Change(self._form, self._leaves, slots, tuple([self._layout.slots[i] for i in slots]))
+        change = _Selected(self._form, self._leaves, slots, tuple([self._layout.slots[i] for i in slots]))
         if not index.computed:
             return change
         paths = index.structure.index
@@ -161,17 +161,17 @@ class View(Mapping[str, Any]):
 View.__module__ = "treeparams"
 
 
-class At:
+class _At:
     """`view.at`: index it with a `where`."""
 
-    def __init__(self, change: "Callable[[Where], Change]") -> None:
+    def __init__(self, change: "Callable[[Where], _Selected]") -> None:
         self._change = change
 
-    def __getitem__(self, where: Where) -> "Change":
+    def __getitem__(self, where: Where) -> "_Selected":
         return self._change(where)
 
 
-class Change(NamedTuple):
+class _Selected(NamedTuple):
     """`view.at[where]`: call one of its methods to change the selected parameters.
 
     Each method accepts a number, which applies to all elements; an array, for one parameter in its shape or flat, for
@@ -200,7 +200,7 @@ class Change(NamedTuple):
         leaves = list(map(jnp.asarray, self.leaves))
         news: dict[int, dict[int, Any]] = {}  # of each leaf, by number within it
         dtypes = [leaves[self.form.locations[number][0]].dtype for number in self.numbers]
-        for number, new in zip(self.numbers, _values(self.slots, dtypes, value), strict=True):
+        for number, new in zip(self.numbers, _values_for(self.slots, dtypes, value), strict=True):
             b, n = self.form.locations[number]
             news.setdefault(b, {})[n] = new
         for b, its in news.items():
@@ -215,7 +215,7 @@ class Change(NamedTuple):
         return jtu.tree_unflatten(self.form.treedef, leaves)
 
 
-def _values(slots: Sequence[Slot], dtypes: Sequence[Any], value: Values) -> list[jax.Array]:
+def _values_for(slots: Sequence[Slot], dtypes: Sequence[Any], value: Values) -> list[jax.Array]:
     """Returns the value for each slot: a number, or an array in its shape or flat."""
     if isinstance(value, Mapping):
         paths = [slot.path for slot in slots]

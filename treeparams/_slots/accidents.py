@@ -15,10 +15,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .._tree import memory
-from .._tree.flattening import same_treedef
-from .._tree.memory import Pair
-from .._tree.messages import warn
-from .._tree.structure import Node, Structure
+from .._tree.memory import Pair, warn
+from .._tree.structure import Node, Structure, same_treedef
 from .._tree.text import first_few
 from .index import Index
 from .where import subtreedefs
@@ -28,14 +26,8 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
     """Warns of ties that nobody can have meant, and of ties that a trace has broken."""
     if index.structure.is_traced:
         _warn_of_lost(index, leaves)
-    elif _is_due("accidents", index):
+    else:
         _warn_of_unsaid(index, leaves)
-
-
-def _is_due(check: str, index: Index) -> bool:
-    """Returns whether the library has met another tie since it last made this check of such models."""
-    last, index.checked[check] = index.checked.get(check), memory.changes
-    return last != index.checked[check]
 
 
 def note_untied(structure: Structure, leaves: Iterable[int]) -> None:
@@ -56,20 +48,20 @@ def _warn_of_unsaid(index: Index, leaves: Sequence[Any]) -> None:
     if not pairs:
         return
     memory.note("said", structure, pairs)  # there is no more to say of them
-    copies = _copies(structure) if len(pairs) == len(unsaid) else []
+    copies = _repeated(structure) if len(pairs) == len(unsaid) else []
     if copies:
         warn(_COPIES.format(len(copies), first_few([repr(node.path) for node in copies])))
     else:
-        is_constant = functools.cache(lambda leaf: _is_one_number(_values(leaves[leaf])))
+        is_constant = functools.cache(lambda leaf: _is_one_number(_pieces_read(leaves[leaf])))
         pairs = [pair for pair in pairs if leaves[pair[0]].size > 1 and _is_accident(structure, pair, is_constant)]
         if pairs:
-            warn(_in_words(structure, pairs))
+            warn(_unsaid_in_words(structure, pairs))
     if copies or pairs:
         # Where they part from now on, nobody has lost anything.
         note_untied(structure, [leaf for pair in pairs for leaf in pair])
 
 
-def _copies(structure: Structure) -> list[Node]:
+def _repeated(structure: Structure) -> list[Node]:
     """Returns the nodes of a model that is only a list, tuple or dictionary of the same node, repeated."""
     nodes = structure.nodes
     if not nodes or nodes[0].cls not in (list, tuple, dict):
@@ -108,7 +100,7 @@ def _is_accident(structure: Structure, pair: Pair, is_constant: Callable[[int], 
     return True
 
 
-def _in_words(structure: Structure, pairs: Sequence[Pair]) -> str:
+def _unsaid_in_words(structure: Structure, pairs: Sequence[Pair]) -> str:
     places: dict[int, list[str]] = {}
     for source, leaf in pairs:
         places.setdefault(source, [structure.paths[source]]).append(structure.paths[leaf])
@@ -147,10 +139,10 @@ def _warn_of_lost(index: Index, leaves: Sequence[Any]) -> None:
 
 def _parted(index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[Pair]:
     """Returns the pairs that were one array in a model met before, and are two in this one, which nobody has untied."""
-    return memory.unknown("untied", index.structure, _two("one", index, trained))
+    return memory.unknown("untied", index.structure, _come_apart("one", index, trained))
 
 
-def _two(word: str, index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[Pair]:
+def _come_apart(word: str, index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[Pair]:
     """Returns the pairs that were tied in a model met before and are not in this one, of which any, or all, train."""
     # A layout may know the tie the other way round, or with a third leaf as the source of both.
     one = [index.sources.get(first, first) for first in index.structure.first]
@@ -162,10 +154,10 @@ def _warn_once(word: str, index: Index, pairs: Iterable[Pair], message: str, bet
     pairs = memory.unknown(word, index.structure, pairs)
     if pairs:
         memory.note(word, index.structure, pairs)
-        warn(message.format(_named(index, pairs, between)))
+        warn(message.format(_pairs_in_words(index, pairs, between)))
 
 
-def _named(index: Index, pairs: Sequence[Pair], between: str = "and") -> str:
+def _pairs_in_words(index: Index, pairs: Sequence[Pair], between: str = "and") -> str:
     return first_few([f" {between} ".join([repr(index.structure.paths[i]) for i in pair]) for pair in pairs])
 
 
@@ -175,7 +167,7 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
     Other functions that see the model, such as a summary, do not know that layout, and it may record the tie.
     """
     structure = index.structure
-    if structure.is_traced or not _is_due("parted", index):
+    if structure.is_traced or not index.is_due("parted"):
         return
     # Of ties that only a layout knows `warn_of_forgotten_ties` warns. Where one of the two is frozen, somebody has
     # decided that they are not one.
@@ -183,15 +175,15 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
     pairs = [pair for pair in _parted(index, all) if frozenset(pair) not in given]
     lost = list[Pair]()
     for pair in memory.unknown("parted", structure, pairs):
-        one, other = (_values(leaves[i]) for i in pair)
+        one, other = (_pieces_read(leaves[i]) for i in pair)
         # Zeros are equal without having been one: such arrays tell nothing yet.
         if one and other and not _is_one_number(one):
             memory.note("parted", structure, [pair])
-            lost += [pair] if _are_equal(one, other) else []
+            lost += [pair] if _are_equal_bits(one, other) else []
     if lost:
         paths = structure.paths
         calls = [f"tp.tie(model, {paths[other]!r}, to={paths[one]!r})" for one, other in lost]
-        warn(_PARTED.format(_named(index, lost), first_few(calls)))
+        warn(_PARTED.format(_pairs_in_words(index, lost), first_few(calls)))
 
 
 _LOST = (
@@ -212,10 +204,9 @@ _PARTED = (
 
 def warn_of_forgotten_ties(index: Index) -> None:
     """Warns, once, of ties that another layout of such models was given and that training would break."""
-    if _is_due("forgotten", index):
-        # Of arrays that were one, and that a trace has made two, `warn_of_accidents` warns.
-        words = ["computed"] if index.structure.is_traced else ["computed", "given"]
-        _warn_once("forgotten", index, [pair for word in words for pair in _two(word, index, any)], _FORGOTTEN, "to")
+    # Of arrays that were one, and that a trace has made two, `warn_of_accidents` warns.
+    words = ["computed"] if index.structure.is_traced else ["computed", "given"]
+    _warn_once("forgotten", index, [pair for word in words for pair in _come_apart(word, index, any)], _FORGOTTEN, "to")
 
 
 _FORGOTTEN = (
@@ -238,7 +229,7 @@ def _is_one_number(values: Sequence[np.ndarray]) -> bool:
 _FEW = 1024
 
 
-def _are_equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
+def _are_equal_bits(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
     """Returns whether two arrays that are split alike are equal bit for bit."""
     ours, theirs = ([(each.dtype, each.view(np.uint8)) for each in values] for values in (one, other))
     if len(ours) != len(theirs):
@@ -246,7 +237,7 @@ def _are_equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
     return all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in zip(ours, theirs, strict=True))
 
 
-def _values(array: Any) -> list[np.ndarray]:
+def _pieces_read(array: Any) -> list[np.ndarray]:
     """Returns the elements of an array that this process can read, one flat array for each piece."""
     if isinstance(array, np.ndarray):
         return [np.ascontiguousarray(array).reshape(-1)]

@@ -1,19 +1,47 @@
-"""The place of each leaf of a model: among the slots, in the canonical tree, in the vector, in stacks."""
+"""The place of each leaf of a model: among the slots, in the canonical tree, in the vector, in stacks; in words."""
 
 import functools
+import hashlib
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree.dtypes import is_complex
-from .._tree.flattening import Avals, getter
-from .._tree.structure import Structure
-from .._tree.text import describe
-from .._tree.types import PyTree, TreeDef
+from .._tree import memory
+from .._tree.difference import Difference, compare, spec_rows, tie_rows
+from .._tree.memory import AS_ARRAY, warn
+from .._tree.structure import Avals, Structure, getter
+from .._tree.text import Table, describe, first_few, quoted
+from .._tree.types import PyTree, TreeDef, is_complex
+from .said import declared_frozen
 from .ties import Alias, followers
+from .where import Where, name_of, select
+
+
+def digest_of(structure: Structure, trained: Sequence[bool], ties: Iterable[Alias]) -> str:
+    """Returns a digest of paths, shapes, dtypes, trained leaves and ties.
+
+    It leaves out node types, static values and leaves that are not arrays, so a dictionary that becomes a class keeps
+    its digest.
+    """
+    paths, in_words = structure.paths, functools.cache(str)  # of few dtypes, which NumPy names slowly
+    # In tree order, since that is how slots follow one another in a vector and in stacks.
+    leaves = [
+        [path, list(spec.shape), in_words(spec.dtype), is_trained]
+        for path, spec, is_trained in zip(paths, structure.specs, trained, strict=True)
+        if spec is not None
+    ]
+    # A transform goes by its name and what it binds, without its module, which may be `__main__` in one process only.
+    aliases = sorted([paths[tie.leaf], paths[tie.source], str(tie)] for tie in ties)
+    # Whoever changes this text makes all checkpoints foreign.
+    text = json.dumps([leaves, aliases], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
+
+
+_LENGTH = 16
 
 
 class Slot(NamedTuple):
@@ -32,7 +60,7 @@ class Slot(NamedTuple):
 Slot.__module__ = "treeparams"
 
 
-class Gathers(NamedTuple):
+class _Gathers(NamedTuple):
     """Functions that pick parts of the list of a model's leaves, and the way back: each is one call that runs in C."""
 
     slots: Callable[[Any], tuple[Any, ...]]  # from the leaves of a model to one array per slot
@@ -69,6 +97,11 @@ class Index:
                 self.by_leaf[alias.leaf] = self.by_leaf[alias.source]
                 if alias.transforms:
                     self.computed.append((self.by_leaf[alias.leaf], alias))
+
+    def is_due(self, check: str) -> bool:
+        """Returns whether the library has met another tie since it last made this check of such models."""
+        last, self.checked[check] = self.checked.get(check), memory.changes
+        return last != self.checked[check]
 
     @functools.cached_property
     def tied_to(self) -> dict[str, str]:
@@ -146,7 +179,7 @@ class Index:
     # -- Trees
 
     @functools.cached_property
-    def gathers(self) -> Gathers:
+    def gathers(self) -> _Gathers:
         """The functions that take a model apart, made when a model is first taken apart.
 
         Each leaf is one of four kinds: at a slot, an array that is kept, a value that is not an array, or computed from
@@ -162,7 +195,7 @@ class Index:
         order = tuple([positions[i if i in positions else first] for i, first in enumerate(structure.first)])
         paths = tuple([structure.paths[i] for i in kept])
         tied = [(each.source, each.leaf) for each in self.ties if not each.transforms and self.trained[each.leaf]]
-        return Gathers(getter(self.positions), getter(kept), getter(values), paths, order, getter(order), tied)
+        return _Gathers(getter(self.positions), getter(kept), getter(values), paths, order, getter(order), tied)
 
     @functools.cached_property
     def canonical_leaves(self) -> Callable[[Any], tuple[Any, ...]]:
@@ -192,3 +225,172 @@ class Index:
         nothing = len(self.positions)
         positions = self.by_leaf | {alias.leaf: nothing + 1 + n for n, (_, alias) in enumerate(self.computed)}
         return getter([positions.get(leaf, nothing) for leaf in range(len(self.trained))])
+
+
+# -- In words ----------------------------------------------------------------------------------------------------------
+
+
+def table_of(index: Index) -> list[Table | str]:
+    """Returns the table of the parameters, and the lines below it."""
+    slots, frozen, tied_to = index.slots, index.frozen, index.tied_to
+    rows = [_row_of_table(slot, str(slot.row), f"{slot.offset:,}", tied_to) for slot in slots]
+    rows += [_row_of_table(slot, "", "frozen", tied_to) for slot in frozen]
+    table = Table(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
+    total = f"{count(len(slots), 'slot')}, {count(index.size, 'element')}, {index.nbytes:,} bytes"
+    held = f"; {count(sum(slot.size for slot in frozen), 'element')} frozen" if frozen else ""
+    others = no_arrays(index.structure)
+    return [table, total + held, *([f"not trained: {others}"] if others else [])]
+
+
+def _row_of_table(slot: Slot, row: str, offset: str, tied_to: Mapping[str, str]) -> list[str]:
+    return [slot.path or '""', slot.key, row, offset, f"{slot.size:,}", tied_to.get(slot.path, "")]
+
+
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun, in the plural if needed."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def differences(these: Index, those: Index) -> list[Difference]:
+    """Returns how two models differ: structure, static values, shapes, dtypes, trained parameters, and ties."""
+    here, there = these.structure, those.structure
+
+    def at_leaves(i: int, j: int) -> Iterator[Difference]:
+        yield from spec_rows(here.paths[i], here.specs[i], there.specs[j])
+        if here.is_parameter(i) and there.is_parameter(j) and these.trained[i] != those.trained[j]:
+            words = ("trained", "frozen") if these.trained[i] else ("frozen", "trained")
+            yield Difference(here.paths[i], "trained", *words)
+
+    shared = here.index.keys() & there.index.keys()
+    return [*compare(here, there, at_leaves), *tie_rows(_groups(these), _groups(those), shared.__contains__)]
+
+
+def _groups(index: Index) -> dict[str, dict[str, Any]]:
+    """Returns the paths of each tie, and for each alias its transforms."""
+    paths = index.structure.paths
+    # The notes are compared between two models, in which leaves have other numbers: so these are left out.
+    return {
+        paths[source]: {paths[source]: "its source"}
+        | {paths[each.leaf]: each._replace(leaf=0, source=0) for each in its}
+        for source, its in index.aliases.items()
+    }
+
+
+# -- What cannot train -------------------------------------------------------------------------------------------------
+
+_FLOATS = ("float", "complex", "float16", "float32", "float64", "longdouble", "complex64", "complex128")
+_PLAIN = (dict, list, tuple)
+
+
+def _numbers(structure: Structure) -> list[int]:
+    """Returns the leaves that are floating or complex numbers of Python or NumPy."""
+    return [i for i, kind in enumerate(structure.values) if kind in _FLOATS]
+
+
+def no_arrays(structure: Structure) -> str:
+    """Describes the leaves that are not arrays; numbers come first, since they may be mistaken for parameters."""
+    first = _numbers(structure)
+    rest = [i for i, kind in enumerate(structure.values) if kind is not None and i not in first]
+    return first_few([f"{structure.paths[i] or repr('')} ({structure.values[i]})" for i in (*first, *rest)])
+
+
+def warn_of_floats(structure: Structure) -> None:
+    """Warns, once per kind, of numbers beside parameters in plain containers, which no class can declare."""
+    its = _numbers(structure)
+    if not its or structure.is_traced:
+        return
+    frozen, parameters = declared_frozen(structure), frozenset(structure.parameters)
+    plain = {
+        node.entries
+        for node in structure.nodes
+        if node.cls in _PLAIN and not parameters.isdisjoint(range(node.start, node.stop))
+    }
+    paths = [structure.paths[i] for i in its if i not in frozen and structure.entries[i][:-1] in plain]
+    if paths:
+        warn(
+            f"{quoted(paths)}: a Python number is not a parameter and does not train. To train it, {AS_ARRAY}. If "
+            "it is a constant, hold it in a static field, or outside the model",
+            about=("floats", *structure.kinds[:1]),
+        )
+
+
+def refuse_refs(index: Index) -> None:
+    """Raises a `ValueError` if a ref is among the trained parameters."""
+    refs = [index.structure.paths[i] for i in sorted(index.structure.refs) if index.trained[i]]
+    if refs:
+        raise ValueError(
+            f"expected arrays to train, got a ref, which is an array that can be written, at {quoted(refs)}. To train "
+            "its value, put ref[...] or jax.freeze(ref) into the model, and make a new ref of the result, "
+            f"jax.new_ref(array). To leave it out, pass freeze={refs[0]!r} to tp.layout, declare it frozen, or pass a "
+            "`where` without it"
+        )
+
+
+def warn_of_nothing(index: Index) -> None:
+    """Warns that nothing is trained, and says why."""
+    structure = index.structure
+    frozen = [structure.paths[i] for i in structure.parameters]
+    if frozen:
+        warn(
+            f"nothing is trained: all parameters are frozen ({quoted(frozen, 5)}); thaw them with "
+            "tp.layout(model, thaw=...)"
+        )
+        return
+    its = quoted([structure.paths[i] for i in _numbers(structure)])
+    numbers_too = f", and {its}: numbers are not parameters; {AS_ARRAY}" if its else ""
+    warn(f"nothing is trained: the model has no floating or complex arrays{numbers_too}")
+
+
+# -- Rules: `{where: value}` -------------------------------------------------------------------------------------------
+
+
+def first_entries(
+    index: Index,
+    wheres: Sequence[Where],
+    among: Collection[int] | None = None,
+    *,
+    asked: Collection[int] | None = None,
+    kind: str = "parameter",
+    may_be_empty: bool = False,
+) -> dict[int, int]:
+    """Returns, for each leaf that any entry selects, the number of the entry that gives its value.
+
+    A tied parameter gets the value for its source. An entry that selects nothing, or only leaves that earlier entries
+    selected, is an error, except for a final `**`, the default.
+
+    Args:
+        index: of a model.
+        wheres: of the entries, in order.
+        among: the leaves that an entry may select; `None`: the parameters.
+        asked: the leaves for which an entry must have an effect, if it selects any of them; `None`: the trained ones.
+            An entry that selects only others has no effect.
+        kind: of the leaves, in words.
+        may_be_empty: whether an entry may select nothing, as in a tree of which only a part is shown.
+    """
+    asked = frozenset(index.positions if asked is None else asked)
+    found: dict[int, int] = {}
+    for number, where in enumerate(wheres):
+        selected = select(index.structure, where, index.follows, among=among, kind=kind, may_be_empty=may_be_empty)
+        _check_ties(index, where, selected)
+        its = selected.difference(index.sources)
+        left = its.difference(found)
+        if not left and its & asked and (number < len(wheres) - 1 or where != "**"):
+            earlier = dict.fromkeys(found[leaf] for leaf in sorted(its & asked))
+            raise ValueError(
+                f"{name_of(where)} comes too late: {', '.join(name_of(wheres[each]) for each in earlier)} before it "
+                "selects the same parameters; the first entry that selects a parameter decides"
+            )
+        found |= dict.fromkeys(left, number)
+    return found
+
+
+def _check_ties(index: Index, where: object, selected: frozenset[int]) -> None:
+    """Raises a `ValueError` for an entry that selects only aliases of arrays, since the source decides for these."""
+    if selected and selected <= index.sources.keys():
+        leaf = min(selected)
+        source, paths = index.sources[leaf], index.structure.paths
+        raise ValueError(
+            f"{name_of(where)} names {paths[leaf]!r}, but {paths[source]!r} and {paths[leaf]!r} are one array. "
+            f"Either make {paths[leaf]!r} a separate array (tp.copy, as for a target network; tp.untie), or write "
+            f"{paths[source]!r}"
+        )

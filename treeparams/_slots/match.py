@@ -8,19 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._tree.dtypes import common_dtype, is_complex, is_inexact, widened
-from .._tree.flattening import flatten, same_treedef
 from .._tree.paths import nearest, unquote
 from .._tree.recognise import structure_of
-from .._tree.refs import value_of
-from .._tree.structure import Structure
+from .._tree.structure import Structure, flatten, same_treedef
 from .._tree.text import describe, quoted
-from .._tree.types import PyTree
-from .index import Index
-from .layout import Trainable
+from .._tree.types import PyTree, common_dtype, is_complex, is_inexact, value_of, widened
+from .index import Index, refuse_refs
+from .layout import Trainable, look_up
 from .ties import Alias
-from .trainable import look_up
-from .untrained import refuse_refs
 
 Tied = Literal["sum", "first"] | None
 _shape, _dtype, _weak_type = map(operator.attrgetter, ("shape", "dtype", "weak_type"))
@@ -43,11 +38,11 @@ def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = Fal
     elif same_treedef(treedef, index.structure.treedef):
         pairs = ((leaf, leaves[leaf]) for leaf in index.by_leaf)
     else:
-        pairs = _by_path(index, tree)
+        pairs = _entries_by_path(index, tree)
     found = {leaf: value for leaf, value in pairs if getattr(value, "dtype", None) != _float0}
     if exact_shapes:
         for leaf, value in found.items():
-            check_shape(index.structure, leaf, value)
+            _check_shape(index.structure, leaf, value)
     if not index.aliases:
         return [found.get(position) for position in index.positions]
     return [_one(index, found, position, tied) for position in index.positions]
@@ -68,7 +63,7 @@ def read_slots(index: Index, tree: PyTree, *, exact_shapes: bool = False) -> lis
     return values
 
 
-def check_shape(structure: Structure, leaf: int, value: Any) -> None:
+def _check_shape(structure: Structure, leaf: int, value: Any) -> None:
     """Checks that a value has the shape of its leaf."""
     spec, path = structure.spec(leaf), structure.paths[leaf]
     if not isinstance(value, (bool, int, float, complex)) and not hasattr(value, "shape"):
@@ -78,7 +73,7 @@ def check_shape(structure: Structure, leaf: int, value: Any) -> None:
         raise ValueError(f"expected {describe(spec)} at {path!r}, got {got}")
 
 
-def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
+def _entries_by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     leaves, _, structure = structure_of(tree)
     model, paths = index.structure, structure.paths
     if leaves and not structure.nodes and model.nodes:
@@ -132,7 +127,7 @@ def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
     values = []
     for alias, value in entries:
         if alias.transforms:
-            check_shape(index.structure, alias.leaf, value)
+            _check_shape(index.structure, alias.leaf, value)
         values.append(alias.pull_back(value, source))
     dtype = common_dtype(jnp.result_type(value) for value in values)
     return functools.reduce(operator.add, [jnp.asarray(value, dtype) for value in values])

@@ -7,7 +7,7 @@ Every function of this library is `take_apart`, its own operation on `parts.slot
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax.tree_util as jtu
@@ -15,19 +15,16 @@ from jax import export
 from jax.core import Tracer
 
 from .._tree.declare import registry
-from .._tree.flattening import flatten, same_treedef
 from .._tree.memory import keep_apart, note_ties
 from .._tree.recognise import structure_of
-from .._tree.static_keys import Values, contents, identical
-from .._tree.structure import Spec, Structure
+from .._tree.static_keys import contents, identical, static_key
+from .._tree.structure import Spec, Structure, flatten, same_treedef
 from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
 from .accidents import warn_of_forgotten_ties
-from .index import Index
-from .layout import Layout, Trainable, index_of, trained_at
+from .index import Index, refuse_refs
+from .layout import Layout, Trainable, check_is_model, index_of, look_up, trained_at
 from .match import read_slots
-from .trainable import check_is_model, look_up
-from .untrained import refuse_refs
 
 M = TypeVar("M")
 
@@ -35,13 +32,15 @@ M = TypeVar("M")
 class _Static:
     """The static half of a `Rest`. Equal only if one compiled program is right for both."""
 
-    __slots__ = ("index", "layout", "treedef", "values")
+    __slots__ = ("_key", "index", "layout", "treedef", "values")
 
     def __init__(self, layout: Layout, index: Index, treedef: TreeDef, values: tuple[Any, ...]) -> None:
         self.layout = layout
         self.index = index
         self.treedef = treedef
-        self.values = Values(values, index.structure.settled)  # of the leaves that are no arrays
+        self.values = values  # of the leaves that are no arrays
+        # Of values that can change in place a snapshot: a list would be compared with itself after it has changed.
+        self._key = None if index.structure.settled else static_key(values, strict=True)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Static):
@@ -53,17 +52,22 @@ class _Static:
             and self.index.gathers.order == other.index.gathers.order
             and identical(self.index.structure.bare, other.index.structure.bare)
         )
-        return is_same and self.values == other.values
+        if is_same and self._key is None and other._key is None and identical(self.values, other.values):
+            return True
+        return is_same and self._snapshot() == other._snapshot()
+
+    def _snapshot(self) -> Hashable:
+        return static_key(self.values, strict=True) if self._key is None else self._key
 
     def __hash__(self) -> int:
         return hash((self.layout, self.index.gathers.order))
 
     def __reduce__(self) -> Any:
-        return _static, (self.layout, self.index.structure, self.values.values)
+        return _static, (self.layout, self.index.structure, self.values)
 
 
 def _values_in(static: _Static) -> list[Any]:
-    return [static.layout, *static.values.values]
+    return [static.layout, *static.values]
 
 
 contents[_Static] = _values_in
@@ -92,7 +96,7 @@ class Rest(Generic[M]):
         return self._static.layout
 
     def __repr__(self) -> str:
-        return f"Rest({len(self._kept)} frozen arrays, {len(self._static.values.values)} values, {self.layout!r})"
+        return f"Rest({len(self._kept)} frozen arrays, {len(self._static.values)} values, {self.layout!r})"
 
 
 Rest.__module__ = "treeparams"
@@ -174,7 +178,7 @@ def take_apart(model: M, trainable: Trainable, *, by_path: bool = False) -> Part
         index = structure.remember(("by path", layout), functools.partial(_each_by_itself, structure, layout))
     else:
         refuse_refs(index)
-    if not isinstance(trainable, Layout):
+    if not isinstance(trainable, Layout) and index.is_due("forgotten"):
         warn_of_forgotten_ties(index)
     static = _Static(layout, index, treedef, index.gathers.values(leaves))
     return Parts(index.gathers.slots(leaves), Rest(index.gathers.kept(leaves), static))
@@ -214,7 +218,7 @@ _ANY_ARRAY = Spec((), None, False)
 def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     """Returns the model of one value per slot."""
     frozen, static = _halves(rest)
-    index, values = static.index, [*slots, *frozen, *static.values.values]
+    index, values = static.index, [*slots, *frozen, *static.values]
     # A model is put together here with its ties, and a later trace may lose them: it is noted that they are one, or of
     # tracers that they are apart as the arrays were. Once per index, so that an ordinary step pays nothing.
     if slots:
@@ -245,13 +249,13 @@ def other_values(rest: Rest[Any]) -> dict[str, Any]:
     """Returns the refs, and the leaves that are not arrays, by path."""
     static = _halves(rest)[1]
     paths = static.index.gathers.values(static.index.structure.paths)
-    return dict(zip(paths, static.values.values, strict=True))
+    return dict(zip(paths, static.values, strict=True))
 
 
 def others(rest: Rest[Any]) -> list[Any]:
     """Returns the leaves that are not slots: the arrays, each object once, and then the values that are not arrays."""
     frozen, static = _halves(rest)
-    return [*frozen, *static.values.values]
+    return [*frozen, *static.values]
 
 
 def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any], values: Sequence[Any] | None = None) -> Rest[M]:

@@ -8,10 +8,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.declare import Declared, declared, registry
-from .._tree.flattening import flatten, same_treedef
-from .._tree.globs import Glob
-from .._tree.paths import quote
-from .._tree.structure import Node, Structure, scan
+from .._tree.paths import Glob, quote
+from .._tree.structure import Node, Structure, flatten, same_treedef, scan_tree
 from .._tree.text import describe
 from .._tree.types import TreeDef
 from .where import Follows, Leaves, Where, found_in, name_of, no_where, read, select, some, whole
@@ -26,7 +24,7 @@ def choose(structure: Structure, follows: Follows, trainable: object) -> Said:
     # Declarations stand above a `where`. A mask stands above both, since it says of each leaf by itself what it is.
     declarations = _declarations(structure)
     frozen = frozenset[int]().union(*declarations)
-    mask = as_mask(structure, trainable)
+    mask = _as_mask(structure, trainable)
     if mask is not None:
         return {i: mask[i] for i in structure.parameters}
     every = frozenset(structure.parameters).difference(follows)
@@ -110,7 +108,7 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
             )
 
 
-def as_mask(structure: Structure, value: object) -> list[bool] | None:
+def _as_mask(structure: Structure, value: object) -> list[bool] | None:
     """Returns the flag of each leaf if `value` is a mask, otherwise `None`."""
     if value is None or isinstance(value, (str, re.Pattern, type, Leaves)):
         return None
@@ -140,7 +138,7 @@ def _other_structure(structure: Structure, mask: object, flags: Sequence[Any], t
             f"trainable={mask!r} is not a mask, which has a bool at every leaf of the model. Everything that is not "
             "declared frozen trains by default; write freeze='**' in tp.layout to train nothing"
         )
-    paths = scan(mask, flags, treedef).paths
+    paths = scan_tree(mask, flags, treedef).paths
     missing, extra = set(structure.paths) - set(paths), set(paths) - set(structure.paths)
     differs = (
         f"it has no {min(missing)!r}"

@@ -1,24 +1,118 @@
 """Ties: parameters at several paths that are found by identity, declared on classes, or passed to `tp.layout`.
 
 A tie has a *source*, whose array is the parameter, and *aliases*, which hold that array or a fixed linear function of
-it. Ties by identity are found among the array objects. A declared or given tie joins two such sets, and the path that
-it names as source is the source, wherever it is in the tree.
+it, which can be recognised again in other processes. Ties by identity are found among the array objects. A declared or
+given tie joins two such sets, and the path that it names as source is the source, wherever it is in the tree.
 """
 
+import functools
+import importlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .._tree.declare import Given, read_source, read_ties
 from .._tree.paths import join_path, nearest, split_path
+from .._tree.static_keys import found_at, static_key
 from .._tree.structure import Spec, Structure
-from .._tree.text import describe
+from .._tree.text import describe, function_name
 from .said import Said, declaring_nodes
-from .transform import Transform
 from .where import Follows
+
+
+class _Transform:
+    """A linear function with a static identity: equal to another of the same function and bound arguments."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        """Checks that the function can be recognised again."""
+        inner, bound = function, []
+        while isinstance(inner, functools.partial):
+            bound.append((inner.args, tuple(sorted(inner.keywords.items()))))
+            inner = inner.func
+        self.function = function
+        self._inner = inner
+        self._names = _found_under(inner)
+        self._bound = tuple(bound)
+        try:
+            hash(self._bound)
+        except TypeError as error:
+            raise ValueError(f"a tie's transform binds an argument that cannot be hashed: {error}") from error
+        self._key = static_key(self._bound)  # `2` and `np.float32(2)` are equal and give other dtypes
+
+    def __call__(self, value: ArrayLike) -> Any:
+        return self.function(value)
+
+    def __eq__(self, other: object) -> bool:
+        # By the function itself, not its name alone: in a notebook a name may come to stand for another function.
+        return isinstance(other, _Transform) and self._inner is other._inner and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash((self._names, self._key))
+
+    def __reduce__(self) -> Any:
+        return _found, (*self._names, self._bound)
+
+    def __repr__(self) -> str:
+        arguments = [
+            text
+            for args, keywords in reversed(self._bound)
+            for text in (*map(repr, args), *(f"{name}={value!r}" for name, value in keywords))
+        ]
+        return self._names[1] + (f"({', '.join(arguments)})" if arguments else "")
+
+    def tried(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, bool]:
+        """Returns the shape and dtype of the result, and whether it is the array itself (a transpose of one axis).
+
+        The array at an alias is then the array at its source, and such a tie is the same as one without a transform.
+        """
+        known = _tried.setdefault(self, {})
+        if (shape, dtype) not in known:
+            known[shape, dtype] = self._try(shape, dtype)
+        return known[shape, dtype]
+
+    def _try(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, bool]:
+        source = jax.ShapeDtypeStruct(shape, dtype)
+        try:
+            jaxpr, result = jax.make_jaxpr(self.__call__, return_shape=True)(source)
+            jax.eval_shape(jax.linear_transpose(self.__call__, source), result)
+        except Exception as error:
+            raise ValueError(f"a tie's transform must be linear, but JAX cannot transpose {self}: {error}") from error
+        with jax.ensure_compile_time_eval():
+            zeros = jnp.zeros(shape, dtype)
+            at_zero = self(zeros)
+            if not isinstance(at_zero, jax.Array) or jnp.any(at_zero != 0):
+                raise ValueError(f"a tie's transform must be linear, but {self} of zeros is not an array of zeros")
+        return result, at_zero is zeros or jaxpr.jaxpr.outvars[0] is jaxpr.jaxpr.invars[0]
+
+
+_tried: "weakref.WeakKeyDictionary[_Transform, dict[Any, Any]]" = weakref.WeakKeyDictionary()  # by shape and dtype
+
+
+def _found_under(function: Callable[..., Any]) -> tuple[str, str]:
+    """Returns the module and the name by which another process finds a function."""
+    module = getattr(function, "__module__", None)
+    for name in (getattr(function, "__qualname__", None), getattr(function, "__name__", None)):
+        if module and name and found_at(module, name) is function:
+            return module, name
+    raise ValueError(
+        f"a tie's transform must be found again by `jit` and in the next process, but {function_name(function)} is "
+        "made anew each time; use a function at module level, such as jnp.transpose, or a functools.partial of one"
+    )
+
+
+def _found(module: str, name: str, bound: tuple[Any, ...]) -> _Transform:
+    importlib.import_module(module)
+    function = found_at(module, name)
+    for args, keywords in reversed(bound):
+        function = functools.partial(function, *args, **dict(keywords))
+    return _Transform(function)
+
+
+# -- Ties --------------------------------------------------------------------------------------------------------------
 
 
 class Alias(NamedTuple):
@@ -26,7 +120,7 @@ class Alias(NamedTuple):
 
     leaf: int
     source: int
-    transforms: tuple[Transform, ...]
+    transforms: tuple[_Transform, ...]
     is_said: bool = False  # by a class, or to `tp.layout`; else the two are one array object
 
     # However a tie came about, programs over the two are the same.
@@ -73,7 +167,7 @@ class Alias(NamedTuple):
 def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, ...]:
     """Returns all aliases of a model, including those of frozen parameters, in the order of their sources."""
     # Sets of leaves that are one array object are named by their first leaf. Each knows at most one set above it.
-    above: dict[int, tuple[int, Transform | None]] = {}  # alias -> (source, transform), as sets
+    above: dict[int, tuple[int, _Transform | None]] = {}  # alias -> (source, transform), as sets
     named: dict[int, int] = {}  # the leaf that a tie names as source, of the set it is in
     said = set[int]()  # leaves that a tie names as alias
     for alias, source, transform in [*_declared_ties(structure), *(_given_ties(structure, given) if given else ())]:
@@ -95,7 +189,7 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
         return ()
     # Declared ties join the sets to trees, and the set at the root of a tree holds the source. The source is the leaf
     # that a tie names, which need not be the first of its set: tables and messages show the path that you wrote.
-    trees: dict[int, list[tuple[int, tuple[Transform, ...], bool]]] = {}
+    trees: dict[int, list[tuple[int, tuple[_Transform, ...], bool]]] = {}
     for leaf in structure.parameters:
         root, transforms = _root(structure, structure.first[leaf], above)
         trees.setdefault(root, []).append((leaf, transforms, leaf in said or root != structure.first[leaf]))
@@ -117,8 +211,8 @@ def followers(ties: Sequence[Alias]) -> Follows:
 
 
 def _root(
-    structure: Structure, start: int, above: Mapping[int, tuple[int, Transform | None]]
-) -> tuple[int, tuple[Transform, ...]]:
+    structure: Structure, start: int, above: Mapping[int, tuple[int, _Transform | None]]
+) -> tuple[int, tuple[_Transform, ...]]:
     """Returns the set at the end of a chain of ties, and the transforms back from it, in order of application."""
     at, transforms, passed = start, (), {start}
     while at in above:
@@ -130,7 +224,7 @@ def _root(
     return at, transforms
 
 
-def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | None]]:
+def _declared_ties(structure: Structure) -> list[tuple[int, int, _Transform | None]]:
     found = []
     for node, said in declaring_nodes(structure):
         for alias, source in said.ties.items():
@@ -147,16 +241,16 @@ def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | Non
     return found
 
 
-def _given_ties(structure: Structure, given: Given) -> list[tuple[int, int, Transform | None]]:
+def _given_ties(structure: Structure, given: Given) -> list[tuple[int, int, _Transform | None]]:
     read = {alias: read_source(source, f"ties, {alias!r}") for alias, source in read_ties(given).items()}
     return [_tie(structure, alias, *source) for alias, source in read.items()]
 
 
 def _tie(
     structure: Structure, alias: str, source: str, function: Callable[..., Any] | None
-) -> tuple[int, int, Transform | None]:
+) -> tuple[int, int, _Transform | None]:
     ends = parameter_at(structure, alias), parameter_at(structure, source)
-    return (*ends, checked(structure, *ends, function))
+    return (*ends, checked_transform(structure, *ends, function))
 
 
 def parameter_at(structure: Structure, path: str) -> int:
@@ -171,12 +265,14 @@ def parameter_at(structure: Structure, path: str) -> int:
     return i
 
 
-def checked(structure: Structure, alias: int, source: int, function: Callable[..., Any] | None) -> Transform | None:
+def checked_transform(
+    structure: Structure, alias: int, source: int, function: Callable[..., Any] | None
+) -> _Transform | None:
     """Returns the transform of a tie, `None` if it is the identity."""
     if alias == source:
         raise ValueError(f"{structure.paths[alias]!r} is tied to itself; name two paths")
     want, have = structure.spec(alias), structure.spec(source)
-    transform = None if function is None else Transform(function)
+    transform = None if function is None else _Transform(function)
     got, is_identity = (have, True) if transform is None else transform.tried(have.shape, have.dtype)
     if (got.shape, got.dtype) != (want.shape, want.dtype):
         after = f" after {transform}" if transform else ""

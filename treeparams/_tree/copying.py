@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .flattening import flatten
-from .messages import name_deleted
-from .refs import is_ref, value_of
+from .memory import name_deleted
+from .structure import flatten
+from .types import is_ref, value_of
 
 M = TypeVar("M")
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import equinox as eqx
 import jax
 
-from .globs import Glob
-from .paths import join_path, nearest, quote, split_path
+from .paths import Glob, join_path, nearest, quote, split_path
 from .static_keys import with_object
 from .text import describe, function_name
 
@@ -130,12 +129,7 @@ def _refuse_unknown(arguments: Mapping[str, object]) -> None:
 _FIELD = ("trainable", "tied_to", "transform")
 
 
-def declare(
-    cls: type,
-    *,
-    frozen: str | Sequence[str] = (),
-    ties: Given | None = None,
-) -> None:
+def declare(cls: type, *, frozen: str | Sequence[str] = (), ties: Given | None = None) -> None:
     """Declares which fields of a class are frozen and which are tied in every instance.
 
     Use it for classes that you do not own. In your own classes use `tp.field`, except for ties of arrays further down.

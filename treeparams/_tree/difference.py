@@ -18,8 +18,7 @@ from .declare import is_box
 from .paths import join_path, quote, sibling_entries
 from .static_keys import contents, static_key
 from .structure import Node, Spec, Structure, keys_of
-from .tables import Table, as_html, as_text
-from .text import both_in_text, cut, describe, first_few, in_text
+from .text import Table, as_html, as_text, both_in_text, describe, first_few, in_text, shortened
 from .types import PyTree
 
 _DEEPEST = 8  # containers within a static value, which may contain itself
@@ -132,7 +131,7 @@ def _table_of_elements(rows: Sequence[Difference]) -> Table:
 
 # -- Two structures ----------------------------------------------------------------------------------------------------
 
-AtLeaves = Callable[[int, int], Iterable[Difference]]
+_AtLeaves = Callable[[int, int], Iterable[Difference]]
 """Compares two leaves at one path, by their numbers in the two trees."""
 
 rows_of: dict[type, Callable[[Any, Any], Iterable[Difference]]] = {}
@@ -140,10 +139,7 @@ rows_of: dict[type, Callable[[Any, Any], Iterable[Difference]]] = {}
 
 
 def compare(
-    these: Structure,
-    those: Structure,
-    at_leaves: AtLeaves,
-    leaves: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    these: Structure, those: Structure, at_leaves: _AtLeaves, leaves: tuple[Sequence[Any], Sequence[Any]] | None = None
 ) -> Iterator[Difference]:
     """Yields the differences between the nodes of two structures, and between two leaves at one path, in tree order.
 
@@ -164,7 +160,9 @@ def compare(
         ours, theirs = ([key for key in each.statics if key[0] is not type(None)] for each in (these, those))
         for node, here, there in zip(these.nodes, ours, theirs, strict=False):
             if here != there:
-                yield Difference(node.path, "static", cut(in_text(node.static)), "the same, changed in place since")
+                yield Difference(
+                    node.path, "static", shortened(in_text(node.static)), "the same, changed in place since"
+                )
 
 
 def spec_rows(path: str, here: Spec | None, there: Spec | None) -> Iterator[Difference]:
@@ -188,7 +186,7 @@ def _no_rows(i: int, j: int) -> Iterable[Difference]:
     return ()
 
 
-def _numbered(structure: Structure) -> PyTree:
+def _tree_of_numbers(structure: Structure) -> PyTree:
     """Returns a tree of this structure that holds the number of each leaf."""
     return jtu.tree_unflatten(structure.treedef, range(structure.treedef.num_leaves))
 
@@ -200,7 +198,7 @@ class _Pair:
         self,
         these: Structure,
         those: Structure,
-        at_leaves: AtLeaves,
+        at_leaves: _AtLeaves,
         leaves: tuple[Sequence[Any], Sequence[Any]] | None = None,
     ) -> None:
         self.structures = these, those
@@ -211,7 +209,7 @@ class _Pair:
 
     def rows(self) -> Iterator[Difference]:
         """Returns all rows, in tree order."""
-        return self.visit((), *map(_numbered, self.structures))
+        return self.visit((), *map(_tree_of_numbers, self.structures))
 
     def visit(self, entries: tuple[str, ...], here: PyTree, there: PyTree) -> Iterator[Difference]:
         """Yields the rows at and below two nodes at one path; their leaves are numbers."""
@@ -255,7 +253,7 @@ class _Pair:
         if jtu.default_registry.flatten_one_level(tree) is None:
             spec = self.structures[side].specs[tree]
             if spec is None and self.leaves is not None:
-                return cut(in_text(self.leaves[side][tree]))
+                return shortened(in_text(self.leaves[side][tree]))
             return describe(spec) if spec else "no array"
         count = jtu.tree_structure(tree).num_leaves
         return f"{type(tree).__qualname__} of {count:,} lea{'f' if count == 1 else 'ves'}"
@@ -314,11 +312,11 @@ def _items(value: object) -> list[tuple[Hashable, tuple[str, ...], Any]]:
 
 # -- Ties --------------------------------------------------------------------------------------------------------------
 
-Groups = Mapping[str, Mapping[str, Any]]
+_Groups = Mapping[str, Mapping[str, Any]]
 """For the path that names an array, all its paths, each with a note on it: compared by `==`, shown by its `str`."""
 
 
-def groups_of(structure: Structure) -> Groups:
+def groups_of(structure: Structure) -> _Groups:
     """Returns the paths of each array object that has several, by the first of them."""
     found: dict[str, dict[str, Any]] = {}
     for i, first in enumerate(structure.first):
@@ -328,9 +326,9 @@ def groups_of(structure: Structure) -> Groups:
     return found
 
 
-def tie_rows(here: Groups, there: Groups, is_shared: Callable[[str], bool]) -> Iterator[Difference]:
+def tie_rows(here: _Groups, there: _Groups, is_shared: Callable[[str], bool]) -> Iterator[Difference]:
     """Yields how the ties of two trees differ among the paths that both have."""
-    ours, theirs = _others(here, is_shared), _others(there, is_shared)
+    ours, theirs = _other_paths(here, is_shared), _other_paths(there, is_shared)
     for path in dict.fromkeys([*here, *there]):
         both = ours.get(path, {}), theirs.get(path, {})
         if both[0] != both[1]:
@@ -342,7 +340,7 @@ def _with_notes(others: Mapping[str, Any]) -> str:
     return ", ".join(f"{path} ({note})" if str(note) else path for path, note in others.items()) or NOTHING
 
 
-def _others(groups: Groups, is_shared: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
+def _other_paths(groups: _Groups, is_shared: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
     """Returns, for each path that both trees have, the other such paths of its array."""
     found = {}
     for group in groups.values():

@@ -1,4 +1,4 @@
-"""The memory of models that the library has met. It decides about warnings alone: no number depends on it.
+"""The memory of models that the library has met, and warnings. No number depends on it.
 
 A *fact* is a word about some leaves: that they were one array, that you parted them, that a warning named them. It is
 kept at each node that holds all of these leaves, by the kind of the node. So it is known of every model of that kind,
@@ -7,14 +7,20 @@ oldest.
 """
 
 import collections
+import inspect
+import os
 import threading
+import warnings
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jaxtyping
 from jax.core import Tracer
 
-from .structure import Node, Spec, Structure
+from .structure import Node, Spec, Structure, flatten, scan_tree
+from .types import PyTree
 
 Pair = tuple[int, int]
 _Shapes = tuple[tuple[int, ...] | None, ...]  # of the leaves of a node
@@ -33,7 +39,7 @@ _OF_ONE_MODEL = frozenset({"lost", "parted", "forgotten"})
 with other parts around these leaves, are others."""
 
 
-def is_new(key: Hashable) -> bool:
+def _is_new(key: Hashable) -> bool:
     """Returns whether nobody has asked this of that key before."""
     if key in _facts:
         return False
@@ -178,3 +184,39 @@ def keep_apart(tracers: Iterable[Any]) -> None:
 def are_apart(values: Iterable[Any]) -> bool:
     """Returns whether values are tracers that are separate as their arrays are."""
     return all(id(each) in _on_purpose for each in values)
+
+
+# -- Warnings at the line that calls this library, and the error that names a deleted array ----------------------------
+
+AS_ARRAY = "write jnp.asarray(number), or tp.field(converter=jnp.asarray) in its class"
+# Where run-time checks of annotations are switched on, they stand between the calls of this library.
+_OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
+
+
+def warn(message: str, about: Hashable = None) -> None:
+    """Gives a warning at the line that called this library; only once for each `about`."""
+    if about is not None and not _is_new(about):
+        return
+    frame, levels = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, levels = frame.f_back, levels + 1
+    warnings.warn(message, UserWarning, stacklevel=levels)
+
+
+def name_deleted(error: Exception, tree: PyTree) -> None:
+    """Raises an error that names a deleted array of a tree, if there is one.
+
+    Call it after JAX has failed: asking each array beforehand would cost more than all other checks.
+    """
+    leaves, treedef = flatten(tree)
+    for leaf, path in zip(leaves, scan_tree(tree, leaves, treedef).paths, strict=True):
+        if _has_values(type(leaf)) and leaf.is_deleted():
+            raise RuntimeError(
+                f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model after "
+                "the step, keep a copy, tp.copy(model)"
+            ) from error
+
+
+def _has_values(kind: type) -> bool:
+    """Returns whether a type is that of JAX arrays that have values."""
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)

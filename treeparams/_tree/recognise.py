@@ -26,10 +26,9 @@ import jax
 import numpy as np
 
 from .declare import registry
-from .flattening import Avals, flatten, getter, same_treedef
 from .memory import meet
 from .static_keys import SIMPLE, StaticKeys, contents, found_at, is_settled
-from .structure import Structure, refs_in, scan
+from .structure import Avals, Structure, flatten, getter, refs_in, same_treedef, scan_tree
 from .types import PyTree, TreeDef
 
 # JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a
@@ -38,7 +37,7 @@ _BUCKETS = 256
 _PER_BUCKET = 64
 
 
-Context = tuple[int, np.dtype]
+_Context = tuple[int, np.dtype]
 """A structure depends on it besides its tree: the version of the declarations, and whether JAX has 64 bits."""
 
 
@@ -46,15 +45,9 @@ class _Known:
     """A structure and the tree it was worked out from; a tree that agrees in all of this has the same structure."""
 
     def __init__(
-        self,
-        tree: PyTree,
-        leaves: list[Any],
-        treedef: TreeDef,
-        context: Context,
-        statics: list[Any],
-        settled: bool,
+        self, tree: PyTree, leaves: list[Any], treedef: TreeDef, context: _Context, statics: list[Any], settled: bool
     ) -> None:
-        self.structure = scan(tree, leaves, treedef)
+        self.structure = scan_tree(tree, leaves, treedef)
         self.structure.remember("known", lambda: self)  # whoever holds the structure keeps it known
         self.treedef = treedef
         self.context = context
@@ -74,10 +67,10 @@ class _Known:
         self.numpy_dtypes = list(map(_dtype, self.numpy(leaves)))
         self.statics = statics  # holding them keeps their identity theirs
         self.settled = settled  # whether the same static objects have the same content; else a snapshot is kept
-        self.key = None if settled else _key(statics)
+        self.key = None if settled else _keys_of(statics)
 
     def fits(
-        self, leaves: list[Any], treedef: TreeDef, context: Context, kinds: list[type], statics: list[Any]
+        self, leaves: list[Any], treedef: TreeDef, context: _Context, kinds: list[type], statics: list[Any]
     ) -> bool:
         """Returns whether a tree has this structure, up to the shapes and dtypes of arrays that JAX knows by type.
 
@@ -99,8 +92,8 @@ class _Known:
             return False
         # Trees made from one another share the objects; only a tree built afresh takes the comparison by value.
         if not self.settled:
-            return _key(statics) == self.key
-        return all(map(operator.is_, statics, self.statics)) or _key(statics) == _key(self.statics)
+            return _keys_of(statics) == self.key
+        return all(map(operator.is_, statics, self.statics)) or _keys_of(statics) == _keys_of(self.statics)
 
     def fits_by_shape(self, leaves: list[Any]) -> bool:
         arrays = self.arrays(leaves)
@@ -116,7 +109,7 @@ _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 
 
-def _key(statics: Sequence[Any]) -> list[Hashable]:
+def _keys_of(statics: Sequence[Any]) -> list[Hashable]:
     """Returns the keys of static values; many nodes hold the same object."""
     once, key = dict(zip(map(id, statics), statics, strict=True)), StaticKeys(strict=True).key
     keys = {each: (type(it), it) if type(it) in SIMPLE else key(it) for each, it in once.items()}

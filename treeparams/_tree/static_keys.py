@@ -84,33 +84,6 @@ def is_settled(value: object) -> bool:
     return kind in SIMPLE or isinstance(value, (*_ATOMS, np.generic)) or kind in (float, complex) or _is_of_jax(kind)
 
 
-class Values:
-    """Some values, equal to others of the same types and content; the comparison is fast for the same settled objects.
-
-    For values that are not settled, a snapshot is taken. Otherwise a cache that holds a list would compare it with
-    itself after it has changed, and find it equal.
-    """
-
-    __slots__ = ("_key", "values")
-
-    def __init__(self, values: Sequence[Any], settled: bool) -> None:
-        self.values = values
-        self._key = None if settled else static_key(tuple(values), strict=True)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Values):
-            return NotImplemented
-        if self._key is None and other._key is None and identical(self.values, other.values):
-            return True
-        return self._snapshot() == other._snapshot()
-
-    def __hash__(self) -> int:
-        return len(self.values)
-
-    def _snapshot(self) -> Hashable:
-        return static_key(tuple(self.values), strict=True) if self._key is None else self._key
-
-
 class StaticKeys:
     """Keys of the values within one value, which may contain itself and may hold one object several times."""
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -17,20 +17,125 @@ import numpy as np
 from jax.core import Tracer
 
 from .declare import is_box
-from .dtypes import is_inexact
-from .flattening import take
 from .paths import join_path, sibling_entries
-from .refs import is_ref
 from .static_keys import StaticKeys, identical, is_settled, with_object
-from .text import describe, kind_of
-from .types import PyTree, TreeDef
+from .text import describe, type_name
+from .types import PyTree, TreeDef, is_inexact, is_ref
+
+take = jtu.default_registry.flatten_one_level_with_keys
+"""The children of a node with their keys, and its static value; `None` of a leaf."""
+
+
+def same_treedef(a: TreeDef, b: TreeDef) -> bool:
+    """Returns whether two treedefs are equal as JAX sees it: static fields by `==`, whatever their types."""
+    try:
+        return bool(a == b)
+    except Exception:  # static arrays, whose `==` has no truth value
+        return False
+
+
+def getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns the function that picks the items at these indices, as `operator.itemgetter` but always as a tuple."""
+    start, stop = (indices[0], indices[-1] + 1) if indices else (0, 0)
+    if list(indices) == list(range(start, stop)):  # a slice takes a fifth of the time, and a model is often one
+        return lambda items: tuple(items[start:stop])
+    return operator.itemgetter(*indices)
+
+
+class Avals:
+    """The avals of the arrays that fitted last.
+
+    Arrays that come out of one program share these objects from call to call. To find them the same takes a third of
+    the time of comparing shapes and dtypes.
+    """
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: list[Any] = []
+
+    def fit(self, arrays: Sequence[Any], are_right: Callable[[], bool]) -> bool:
+        """Returns whether the arrays have the avals of the last ones that fitted, or else whether they are right."""
+        try:
+            avals = list(map(_aval, arrays))
+        except AttributeError:  # of NumPy arrays, of labels, and of arrays that are only described
+            return are_right()
+        # Lists compare objects before values. Comparing the values of each takes longer than comparing shapes, so the
+        # last ones tell whether it is worth a try.
+        if avals and self._last and avals[-1] is self._last[-1] and avals == self._last:
+            return True
+        if are_right():
+            self._last = avals
+            return True
+        return False
+
+
+_aval = operator.attrgetter("aval")
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
+    """Flattens a tree like `jax.tree.flatten`, with clear errors if it contains itself or has too many levels."""
+    try:
+        return jtu.tree_flatten(tree)
+    # JAX raises one of several, by what it was doing when the stack was full. After some of them, such as those of a
+    # cycle through a class, jaxlib never gives back the levels of the stack that it took; then nothing can be said.
+    except Exception as error:
+        path = _find_cycle(tree)
+        if path is not None:
+            raise ValueError(
+                f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
+                "keep one of the two references, or hold it in a static field"
+            ) from error
+        if not _is_of_depth(error):
+            raise
+        raise ValueError(
+            "the tree is nested too deeply for jax.tree.flatten; if it is a chain of nodes, keep the nodes of the "
+            "chain in one list"
+        ) from error
+
+
+def _is_of_depth(error: BaseException | None) -> bool:
+    """Returns whether an error comes from a full stack, whatever it was turned into since."""
+    while error is not None and not isinstance(error, RecursionError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _find_cycle(tree: PyTree) -> str | None:
+    """Returns the path of the first node that is one of those above it."""
+    # No recursion: the tree may be as deep as memory allows.
+    above, entries = {id(tree)}, list[str]()
+    opened = [(tree, _children_of(tree, entries))]
+    while opened:
+        node, children = opened[-1]
+        for entry, child in children:
+            entries.append(entry)
+            if id(child) in above:
+                return join_path(entries)
+            above.add(id(child))
+            opened.append((child, _children_of(child, entries)))
+            break
+        else:
+            opened.pop()
+            above.discard(id(node))
+            del entries[-1:]
+    return None
+
+
+def _children_of(node: PyTree, entries: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Returns the children of a node, each with its entry in a path."""
+    taken = take(node)
+    children = list(taken[0]) if taken is not None else []
+    names = sibling_entries([key for key, _ in children], entries)
+    return iter([(entry, child) for entry, (_, child) in zip(names, children, strict=True)])
+
 
 T = TypeVar("T")
 
 _MEMORIES = 256  # derived things per structure; far more than a program uses
 
 
-Entries = tuple[str, ...]
+_Entries = tuple[str, ...]
 
 
 class Spec(NamedTuple):
@@ -68,8 +173,8 @@ class Structure:
     treedef: TreeDef
     nodes: tuple[Node, ...]
     entries: tuple[tuple[str, ...], ...]  # of each leaf
-    states: "States"  # those with names
-    numbered: Mapping[int, Entries]  # the entries that their leaves had if values went by number, as elsewhere
+    states: "_States"  # those with names
+    numbered: Mapping[int, _Entries]  # the entries that their leaves had if values went by number, as elsewhere
     unkeyed: Mapping[str, list[Any]]  # of each node whose children go by number its class and their number, by path
     specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
     values: tuple[str | None, ...]  # of each leaf that is no array what it is, for messages and tables
@@ -172,7 +277,7 @@ class Structure:
         return f"{self.paths[i]!r} ({describe(spec) if spec else f'{self.values[i]}, not an array'})"
 
 
-def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
+def scan_tree(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     """Works out the structure of a tree."""
     read = _Reading(tree)
     specs: list[Spec | None] = []
@@ -194,7 +299,7 @@ def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
     settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
     is_traced = bool([kind for kind in kinds if issubclass(kind, Tracer)])
-    values = tuple([None if spec else kind_of(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
+    values = tuple([None if spec else type_name(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
     arrays = tuple(specs), values, tuple(same)
     return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, refs_in(leaves), is_traced=is_traced)
 
@@ -222,7 +327,7 @@ class _Reading:
 
     def found(
         self,
-    ) -> tuple[tuple[Node, ...], tuple[Entries, ...], "States", dict[int, Entries], dict[str, list[Any]]]:
+    ) -> tuple[tuple[Node, ...], tuple[_Entries, ...], "_States", dict[int, _Entries], dict[str, list[Any]]]:
         """Returns the nodes, the entries of each leaf, the names of states, and the nodes without keys."""
         has_states = any(self.nodes[number].cls is eqx.nn.State for number in self._unkeyed)
         states, numbered = _name_states(self.nodes, self.entries) if has_states else ({}, {})
@@ -278,11 +383,11 @@ def _entries_below(kind: type, names: Sequence[Any], path: tuple[str, ...]) -> S
     return [None] if len(names) == 1 and is_box(kind) else sibling_entries(names, path)
 
 
-States = Mapping[Entries, Sequence[Entries]]
+_States = Mapping[_Entries, Sequence[_Entries]]
 """For each `eqx.nn.State` whose values have names, by its entries: the entries that each value adds to these."""
 
 
-def _name_states(nodes: list[Node], entries: list[Entries]) -> tuple[States, dict[int, Entries]]:
+def _name_states(nodes: list[Node], entries: list[_Entries]) -> tuple[_States, dict[int, _Entries]]:
     """Calls each value of an `eqx.nn.State` after the index of the model that owns it, in the nodes and leaves below.
 
     A state is a dictionary without keys. An index is in the model, and holds the key of its value. So a state without
@@ -291,23 +396,23 @@ def _name_states(nodes: list[Node], entries: list[Entries]) -> tuple[States, dic
     Returns:
         The states that have names, and the entries of their leaves by number.
     """
-    indices: dict[Hashable, list[Entries]] = {}
+    indices: dict[Hashable, list[_Entries]] = {}
     for node in nodes:
         if node.cls is eqx.nn.StateIndex:
             indices.setdefault(node.static[-1], []).append(node.entries)
-    states, numbered = dict[Entries, list[Entries]](), dict[int, Entries]()
+    states, numbered = dict[_Entries, list[_Entries]](), dict[int, _Entries]()
     for number, node in enumerate(nodes):
         if node.cls is not eqx.nn.State or not node.static or not all(key in indices for key in node.static):
             continue
         # An optimiser's state and an average hold the indices, too: the nearest one is the model's, or the topmost.
-        far = lambda index, state=node.entries: (-_shared(index, state), len(index))
+        far = lambda index, state=node.entries: (-_count_shared(index, state), len(index))
         found = [min(indices[key], key=far) for key in node.static]
         # The model is what holds all of them, next to the state.
-        depth = _shared(node.entries, *found)
+        depth = _count_shared(node.entries, *found)
         depth += len({index[depth] for index in found}) == 1 < min(map(len, found)) - depth
         names = states[node.entries] = [index[depth:] for index in found]
 
-        def named(its: Entries, above: Entries = node.entries, names: list[Entries] = names) -> Entries:
+        def named(its: _Entries, above: _Entries = node.entries, names: list[_Entries] = names) -> _Entries:
             return (*above, *names[int(its[len(above)])], *its[len(above) + 1 :])
 
         numbered |= {i: entries[i] for i in range(node.start, node.stop)}
@@ -318,7 +423,7 @@ def _name_states(nodes: list[Node], entries: list[Entries]) -> tuple[States, dic
     return states, numbered
 
 
-def _shared(*several: Entries) -> int:
+def _count_shared(*several: _Entries) -> int:
     """Returns how many entries several paths share at the start."""
     different = (i for i, entries in enumerate(zip(*several, strict=False)) if len(set(entries)) > 1)
     return next(different, min(map(len, several)))

@@ -1,12 +1,14 @@
-"""Columns of text, and values in words, for messages and prints."""
+"""Values and counts in words; tables as text and as HTML, for terminals and notebooks."""
 
 import contextlib
+import html
 import importlib
 import inspect
+import itertools
 import operator
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -28,10 +30,10 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
-def kind_of(value: object) -> str:
+def type_name(value: object) -> str:
     """Describes a leaf that is not an array.
 
-    >>> kind_of(0.5), kind_of(len)
+    >>> type_name(0.5), type_name(len)
     ('float', 'function')
     """
     return "function" if callable(value) else type(value).__name__
@@ -84,20 +86,20 @@ def both_in_text(here: object, there: object) -> tuple[str, str]:
         longer = [f"{getattr(each, '__module__', '')}.{text}" for each, text in ((here, one), (there, other))]
         one, other = longer if longer[0] != longer[1] else (one, other)
     if one == other:
-        return cut(one), cut(f"another {other}")
+        return shortened(one), shortened(f"another {other}")
     start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - _LONGEST // 4
     if start <= 0 or max(len(one), len(other)) <= _LONGEST:
         start = 0
-    return cut(one, start), cut(other, start)
+    return shortened(one, start), shortened(other, start)
 
 
-def cut(text: str, start: int = 0) -> str:
+def shortened(text: str, start: int = 0) -> str:
     """Returns a text from a position on, shortened to fit into a table."""
     text = f"...{text[start:]}" if start else text
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def without_middle(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequence[str]]:
+def _without_middle(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequence[str]]:
     """Returns the rows of a table; if there are many, the first and last ones and a row that counts the rest."""
     left_out = len(rows) - _ROWS
     if left_out <= 0:
@@ -105,13 +107,13 @@ def without_middle(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequen
     return [*rows[: _ROWS // 2], [f"... {left_out:,} more", *[""] * (width - 1)], *rows[-_ROWS // 2 :]]
 
 
-def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+def _in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Formats rows as aligned text; the columns in `right` are aligned to the right. Many rows lose their middle.
 
-    >>> in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
+    >>> _in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
     ['path  size', 'a       10', 'b.c      5']
     """
-    cells = [list(header), *(list(map(in_one_line, row)) for row in without_middle(rows, len(header)))]
+    cells = [list(header), *(list(map(in_one_line, row)) for row in _without_middle(rows, len(header)))]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     align = ["rjust" if column in right else "ljust" for column in range(len(header))]
     return [
@@ -184,10 +186,10 @@ def in_bytes(count: int) -> str:
     >>> in_bytes(999), in_bytes(1000), in_bytes(999_950), in_bytes(90_853_376)
     ('999 B', '1.0 kB', '1.0 MB', '90.9 MB')
     """
-    return in_units(count, "B")
+    return _in_units(count, "B")
 
 
-def in_units(count: int, unit: str) -> str:
+def _in_units(count: int, unit: str) -> str:
     """Formats a count of some unit, with at most four digits.
 
     >>> in_units(2_500_000, "FLOP")
@@ -197,3 +199,58 @@ def in_units(count: int, unit: str) -> str:
     while scaled >= 999.95 and len(prefixes) > 1:
         scaled, prefixes = scaled / 1000, prefixes[1:]
     return f"{count} {unit}" if count < 1000 else f"{scaled:,.1f} {prefixes[0]}{unit}"
+
+
+# -- Tables ------------------------------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """Rows of text below a header; the columns in `right` are aligned to the right."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Sequence[int] = ()
+
+
+def as_text(blocks: Sequence[Table | str]) -> str:
+    """Formats tables with aligned columns, and lines of text.
+
+    >>> print(as_text([Table(["path", "size"], [["a", "10"]], right=[1]), "", "10 elements"]))
+    path  size
+    a       10
+    <BLANKLINE>
+    10 elements
+    """
+    lines = [[block] if isinstance(block, str) else _in_columns(*block) for block in blocks]
+    return "\n".join(itertools.chain.from_iterable(lines))
+
+
+def as_html(blocks: Sequence[Table | str]) -> str:
+    """Formats tables and lines of text for a notebook.
+
+    >>> as_html(["10 elements"])
+    '<div style="text-align:left"><p style="font-family:monospace">10 elements</p></div>'
+    """
+    # Every cell says for itself how it looks: nbconvert, Colab and GitHub keep different parts of a style sheet, and
+    # show a bare `<pre>` in a proportional font or not at all.
+    parts = []
+    for is_text, group in itertools.groupby(blocks, lambda block: isinstance(block, str)):
+        if is_text:
+            text = "<br>".join(html.escape(line) for line in group if isinstance(line, str) and line)
+            parts += [f'<p style="font-family:monospace">{text}</p>'] if text else []
+        else:
+            parts += [_table(block) for block in group if isinstance(block, Table)]
+    return f'<div style="text-align:left">{"".join(parts)}</div>'
+
+
+def _table(table: Table) -> str:
+    rows = [("th", table.header), *(("td", row) for row in _without_middle(table.rows, len(table.header)))]
+    lines = ["".join(_cell(tag, i in table.right, cell) for i, cell in enumerate(row)) for tag, row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table>{body}</table>"
+
+
+def _cell(tag: str, is_right: bool, cell: str) -> str:
+    side = "right" if is_right else "left"
+    style = f"text-align:{side};font-family:monospace;white-space:pre"
+    return f'<{tag} style="{style}">{html.escape(in_one_line(cell))}</{tag}>'

@@ -4,14 +4,13 @@ A weight may be a struct that holds several arrays and multiplies like a matrix.
 each of its arrays like any other. A constrained array holds raw parameters, and any value of these is a valid point.
 """
 
-from ._constrained import (
-    AbstractConstrained as AbstractConstrained,
-    Positive as Positive,
-    materialise as materialise,
+from ._constrained import AbstractConstrained as AbstractConstrained, Positive as Positive, materialise as materialise
+from ._low_rank import (
+    LowRank as LowRank,
+    PostImputing as PostImputing,
+    PreImputing as PreImputing,
+    lora as lora,
+    merge as merge,
 )
-from ._imputing import PostImputing as PostImputing, PreImputing as PreImputing
-from ._lineax import from_lineax as from_lineax, to_lineax as to_lineax
-from ._low_rank import LowRank as LowRank, lora as lora, merge as merge
-from ._matrix import AbstractMatrix as AbstractMatrix
-from ._orthogonal import Givens as Givens, Orthogonal as Orthogonal
-from ._svd import SVD as SVD
+from ._matrix import AbstractMatrix as AbstractMatrix, from_lineax as from_lineax, to_lineax as to_lineax
+from ._orthogonal import SVD as SVD, Givens as Givens, Orthogonal as Orthogonal

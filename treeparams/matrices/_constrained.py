@@ -1,22 +1,133 @@
-"""Constrained arrays: nodes that hold raw parameters and represent a function of them.
+"""Constrained arrays, and the base of all nodes of this module: no arrays themselves, they say how to get one.
 
-The function is total, so that you need not project or clip anything after a step. A node is not an array: with a
-`__jax_array__` that returns one, each use would compute it anew, in a loop at each turn, and `jax.lax` would refuse it.
+The function of a constrained array is total, so that you need not project or clip anything after a step. A node is not
+an array: with a `__jax_array__` that returns one, each use would compute it anew, in a loop at each turn, and `jax.lax`
+would refuse it.
 """
 
 import abc
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Inexact
 
+from .._tree.structure import same_treedef
 from .._tree.types import PyTree
-from ._nodes import NotAnArray, as_real, least_positive, refused, replace, wide
+
+
+def _refused(operation: str) -> Callable[..., Any]:
+    """Makes a method, for a class body, that raises an error and says how to get an array."""
+
+    def refuse(self: "NotAnArray", *_: object, **__: object) -> Any:
+        raise TypeError(f"{operation} needs an array, which {type(self).__name__} is not: call {self.instead} first")
+
+    return refuse
+
+
+class NotAnArray:
+    """A base of nodes. Operations that need an array raise an error that says how to get one."""
+
+    instead: ClassVar[str]  # how to get one
+
+    __array_ufunc__ = None  # so that NumPy leaves `x @ M` to us
+    __array__ = _refused("NumPy")
+    __add__ = __radd__ = __sub__ = __rsub__ = _refused("a sum")
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused("a product entry by entry")
+    __matmul__ = __rmatmul__ = _refused("@")
+    __pow__ = __rpow__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _refused("arithmetic")
+    __neg__ = __pos__ = __abs__ = __float__ = _refused("arithmetic")
+    __lt__ = __le__ = __gt__ = __ge__ = _refused("a comparison")
+    __getitem__ = _refused("indexing")
+    __iter__ = _refused("iteration")
+
+
+def replaced(model: PyTree, cls: type | tuple[type, ...], dense: Callable[[Any], Any]) -> PyTree:
+    """Returns the model with every node of a class, or of one in a tuple, replaced by `dense(node)`.
+
+    Nodes within such nodes come first: `dense` gets a node in which they are replaced. Nodes that consist of the same
+    array objects in the same way, like those of a tie, become one object.
+    """
+    found: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
+
+    def visit(node: Any) -> Any:
+        if not isinstance(node, cls):
+            return node
+        leaves, treedef = jtu.tree_flatten(node)
+        same_leaves = found.setdefault(tuple(map(id, leaves)), [])
+        for known, replaced in same_leaves:
+            if same_treedef(known, treedef):
+                return replaced
+        below = jtu.tree_map(visit, node, is_leaf=lambda each: each is not node and isinstance(each, cls))
+        same_leaves.append((treedef, dense(below)))
+        return same_leaves[-1][1]
+
+    return jtu.tree_map(visit, model, is_leaf=lambda node: isinstance(node, cls))
+
+
+# -- The arguments of constructors
+
+
+def is_jax_or_numpy(value: object) -> TypeGuard[jax.Array | np.ndarray]:
+    """Returns whether it is an array of JAX or of NumPy."""
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def as_parameter(value: object) -> Array:
+    """Checks the floating array given to a constructor, and returns it; for the `converter` of a field."""
+    if not is_jax_or_numpy(value):
+        raise TypeError(f"expected an array, got {type(value).__name__}")
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise TypeError(f"a parameter must be floating or complex, got {array.dtype}: convert it with x.astype(float)")
+    return array
+
+
+def as_real(value: object) -> Array:
+    """Checks the real array given to a constructor, and returns it; for the `converter` of a field."""
+    array = as_parameter(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"expected real numbers, got {array.dtype}")
+    return array
+
+
+# -- Numbers
+
+
+def wide(x: Array | np.ndarray) -> Array:
+    """Converts to at least float32: in a narrower dtype, several steps of computation lose too many digits."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+
+
+def _least_positive(dtype: DTypeLike) -> float:
+    """Returns the smallest normal number: smaller ones are zero on most devices."""
+    return float(jnp.finfo(dtype).tiny)
+
+
+def as_row(vector: Array, x: Array) -> Array:
+    """Returns a vector in the dtype of x and with its number of axes, to meet its last one."""
+    return vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (x.shape[-1],))
+
+
+def unit_scaled(x: Array, axis: int) -> tuple[Array, Array]:
+    """Divides vectors along an axis by their largest entry; also returns which are zero, and leaves these as they are.
+
+    So their squares neither overflow nor vanish. Use it for functions of their directions alone: the scale has no
+    influence on these, so its gradient is not needed.
+    """
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True, initial=0))
+    is_zero = largest < _least_positive(x.dtype)
+    # Divided by in two steps, since the reciprocal of a large number may be taken, and be zero.
+    root = jnp.sqrt(jnp.where(is_zero, 1, largest))
+    return x / root / root, is_zero
 
 
 class AbstractConstrained(NotAnArray, eqx.Module):
@@ -43,9 +154,9 @@ class AbstractConstrained(NotAnArray, eqx.Module):
 
     raw: eqx.AbstractVar[Array]
 
-    __array_ufunc__ = refused("NumPy")  # type: ignore[assignment]
+    __array_ufunc__ = _refused("NumPy")  # type: ignore[assignment]
     # A property raises where JAX asks whether there is one. Of a method jax.lax says to call jax.numpy.array.
-    __jax_array__ = property(refused("JAX"))
+    __jax_array__ = property(_refused("JAX"))
 
     @abc.abstractmethod
     def to_dense(self) -> Inexact[Array, "..."]:
@@ -77,7 +188,7 @@ def materialise(model: PyTree) -> PyTree:
         model: any pytree. Tied nodes, which are made of the same array objects, become one array.
     """
     ours = AbstractConstrained
-    return replace(
+    return replaced(
         model, constrained_kinds(), lambda node: node.to_dense() if isinstance(node, ours) else node.unwrap()
     )
 
@@ -110,13 +221,13 @@ class Positive(AbstractConstrained):
     def __init__(self, w: Array | np.ndarray):
         w = as_real(w)
         if not isinstance(w, Tracer):
-            _refuse_others(np.asarray(w).astype(np.float64), least_positive(w.dtype))
+            _refuse_others(np.asarray(w).astype(np.float64), _least_positive(w.dtype))
         x = wide(w)
         # The logarithm of exp(x) - 1, which neither overflows nor cancels when it is written so.
         self.raw = (x + jnp.log(-jnp.expm1(-x))).astype(w.dtype)
 
     def to_dense(self) -> Array:
-        least = least_positive(self.raw.dtype)
+        least = _least_positive(self.raw.dtype)
         return jnp.maximum(jax.nn.softplus(wide(self.raw)), least).astype(self.raw.dtype)
 
 

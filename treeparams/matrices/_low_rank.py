@@ -1,31 +1,202 @@
-"""Low-rank changes of frozen matrices (LoRA): put into a model, and folded back."""
+"""Matrices around another one: that fill in missing data (NaN), or add a change of low rank to a frozen matrix (LoRA).
 
+No NaN may reach a gradient. It is not enough to select the result after the product, since the product's derivative is
+zero times NaN. So every NaN is replaced before the product, and the result is selected once more after it.
+"""
+
+import abc
 import collections
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact
+from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Inexact
 
 from .._slots.said import declared_frozen
 from .._slots.ties import find_ties
 from .._slots.where import Where, select
 from .._tree.declare import field
-from .._tree.dtypes import is_complex
-from .._tree.flattening import same_treedef
 from .._tree.recognise import structure_of
 from .._tree.static_keys import identical
-from .._tree.structure import Structure, scan
-from .._tree.types import PyTree, TreeDef
-from ._constrained import constrained_kinds
-from ._imputing import AbstractImputing
-from ._lineax import as_weight
-from ._matrix import AbstractMatrix, Weight, apply, apply_transposed, to_dense
-from ._nodes import as_parameter, replace, wide
+from .._tree.structure import Structure, same_treedef, scan_tree
+from .._tree.types import PyTree, TreeDef, is_complex
+from ._constrained import as_parameter, as_row, constrained_kinds, is_jax_or_numpy, replaced, wide
+from ._matrix import AbstractMatrix, Weight, apply, apply_transposed, as_weight, to_dense
+
+
+class AbstractImputing(AbstractMatrix):
+    """A matrix, and the values that replace missing data in the product with it."""
+
+    matrix: Weight = eqx.field(converter=as_weight)
+    psi: Inexact[Array, " entries"] = eqx.field(converter=as_parameter)
+
+    is_of_samples: ClassVar[bool]  # missing as a whole, so that psi has one entry per output; else one per input
+
+    def __check_init__(self) -> None:
+        size, one_per = (self.shape[0], "output") if self.is_of_samples else (self.shape[1], "input")
+        if self.psi.shape != (size,):
+            raise ValueError(
+                f"psi of a {type(self).__name__} must have one entry per {one_per}: "
+                f"expected shape ({size},) for a matrix of shape {self.shape}, got {self.psi.shape}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    def apply(self, x: Array) -> Array:
+        return self._imputed(x, jnp.isnan(x))
+
+    def apply_transposed(self, x: Array) -> Array:
+        spoilt = jnp.any(jnp.isnan(x), axis=-1)
+        y = apply_transposed(self.matrix, jnp.where(spoilt[..., None], 0, x))
+        name = type(self).__name__
+        refusal = f"{{}} have NaN, but x @ M of a {name} imputes nothing: use M @ x, or x @ M.T if samples are rows"
+        return _nan_where(spoilt, y, refusal)
+
+    def to_dense(self) -> Array:
+        """Returns the entries of the matrix alone, which multiply entries that are not missing."""
+        return to_dense(self.matrix).astype(self.dtype)
+
+    def matmul(self, x: Array | np.ndarray, *, missing: ArrayLike | None = None) -> Array:
+        """Returns the product `M @ x`, with a mask of missing entries.
+
+        >>> import jax.numpy as jnp
+        >>> from treeparams import matrices
+        >>> weight = matrices.PreImputing(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([10.0, 20.0]))
+        >>> weight.matmul(jnp.array([5.0, -1.0]), missing=jnp.array([False, True]))
+        Array([45., 95.], dtype=float32)
+
+        The values of x at missing entries have no influence and get a gradient of zero. If your samples are rows, write
+        `M.matmul(x.T, missing=missing.T).T`, or `jax.vmap` of this.
+
+        Args:
+            x: shape `(in,)`, `(in, batch)` or `(..., in, batch)`, an array.
+            missing: bools of the shape of x; for a `PostImputing` also of whole samples, of the shape of x without the
+                axis `in`. `None`: entries that are NaN are missing, as in `M @ x`. With a mask, NaN elsewhere is not
+                missing.
+
+        Raises:
+            ValueError: x holds NaN that the mask does not cover, and as `M @ x`; within a trace such products are NaN.
+        """
+        if not is_jax_or_numpy(x):
+            raise TypeError(f"expected an array, got {type(x).__name__}")
+        if missing is None:
+            return self @ x
+        missing, axis, shape = jnp.asarray(missing), -1 if x.ndim == 1 else -2, x.shape
+        x = self._operand(x, axis)
+        if missing.dtype != jnp.bool_:
+            raise TypeError(f"expected a mask of bools, True where x is missing, got {missing.dtype}")
+        shapes = [shape, shape[:axis] + shape[axis:][1:]] if self.is_of_samples else [shape]
+        if missing.shape not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"expected a mask of shape {expected} for x of shape {shape}, got {missing.shape}")
+        missing = jnp.moveaxis(missing, axis, -1) if missing.ndim == x.ndim else missing[..., None]
+        nan = jnp.isnan(x) & ~missing
+        y = self._imputed(jnp.where(nan, 0, x), missing)
+        refusal = f"{type(self).__name__}.matmul: {{}} have NaN where the mask says that nothing is missing"
+        return jnp.moveaxis(_nan_where(jnp.any(nan, axis=-1), y, refusal), -1, axis)
+
+    @abc.abstractmethod
+    def _imputed(self, x: Inexact[Array, "*batch columns"], missing: Bool[Array, "*batch #columns"]) -> Array:
+        """Returns the product with each vector along the last axis, which holds NaN only at missing entries."""
+
+
+class PreImputing(AbstractImputing):
+    """A matrix that fills in missing entries before the product: those of input i are psi[i].
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import matrices
+    >>> weight = matrices.PreImputing(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([10.0, 20.0]))
+    >>> x = jnp.array([[5.0, jnp.nan], [jnp.nan, jnp.nan]])  # two samples: columns
+    >>> weight @ x
+    Array([[ 45.,  50.],
+           [ 95., 110.]], dtype=float32)
+    >>> # 1 and 2 missing, times the sum of W's column
+    >>> tp.grad(lambda weight: jnp.sum(weight @ x))(weight).psi
+    Array([ 4., 12.], dtype=float32)
+
+    An entry that is NaN is missing, and a complex one if either part is NaN; integers have none. Samples are columns in
+    `M @ x` and rows in `x @ M.T`; an `equinox.nn.Linear` with this as its weight, under `jax.vmap`, works unchanged. `x
+    @ M` and `M.T @ x` are products with the transpose, which impute nothing: NaN there raises a `ValueError`, or makes
+    the product NaN within a trace. If you have the mask separately from the data, use `matmul`.
+
+    With psi at zero and centred inputs it starts as mean imputation does. No NaN of x reaches a gradient, of any order:
+    missing entries of x get zero, and so does psi if nothing is missing.
+
+    You may put a `LowRank` or an `SVD` inside it. It cannot be the base of a `LowRank`, whose other term would see NaN:
+    that raises a `ValueError`.
+    Source: Mandlik et al. 2021, "Mill.jl and JsonGrinder.jl: automated differentiable feature extraction for learning
+    from raw JSON data".
+
+    Args:
+        matrix: `out` by `in`, an array or a matrix.
+        psi: shape `(in,)`.
+    """
+
+    is_of_samples = False
+
+    def _imputed(self, x: Array, missing: Array) -> Array:
+        return apply(self.matrix, jnp.where(missing, as_row(self.psi, x), x))
+
+
+class PostImputing(AbstractImputing):
+    """A matrix whose product with a sample that is missing as a whole is psi.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import matrices
+    >>> weight = matrices.PostImputing(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([10.0, 20.0]))
+    >>> x = jnp.array([[5.0, jnp.nan], [6.0, jnp.nan]])  # two samples: columns
+    >>> weight @ x
+    Array([[17., 10.],
+           [39., 20.]], dtype=float32)
+    >>> tp.grad(lambda weight: jnp.sum(weight @ x))(weight).psi  # how many are missing
+    Array([1., 1.], dtype=float32)
+
+    Use it for data that are present or missing as a whole: the readings of one of several instruments, a branch of a
+    record. A sample of which only some entries are missing raises a `ValueError` if the values are known, which is
+    outside of `jax.jit` and `jax.vmap`; `jax.grad` alone does not hide them. This check adds one reduction to each
+    product, and waits for it. Within a trace the product with such a sample is NaN, and it adds nothing to the gradient
+    of the matrix or of x.
+
+    Missing entries, the axes of samples, and gradients are as for `PreImputing`. A layer's bias is added to psi as to
+    any product. Source: as for `PreImputing`.
+
+    Args:
+        matrix: `out` by `in`, an array or a matrix.
+        psi: shape `(out,)`.
+    """
+
+    is_of_samples = True
+
+    def _imputed(self, x: Array, missing: Array) -> Array:
+        some, every = jnp.any(missing, axis=-1), jnp.all(missing, axis=-1)
+        whole = some & every  # if there are no entries, `every` is True although nothing is missing
+        y = apply(self.matrix, jnp.where(some[..., None], 0, x))
+        y = jnp.where(whole[..., None], as_row(self.psi, y), y)
+        refusal = "{} are missing in part, but PostImputing needs whole ones: use PreImputing for single entries"
+        return _nan_where(some & ~every, y, refusal)
+
+
+def _nan_where(spoilt: Bool[Array, "*batch"], y: Inexact[Array, "*batch rows"], refusal: str) -> Array:
+    """Makes these samples NaN, without a gradient from them; outside of a trace raises an error if there are any."""
+    if isinstance(spoilt, Tracer):
+        return jnp.where(spoilt[..., None], jnp.nan, y)
+    count = int(jnp.sum(spoilt))
+    if count:
+        raise ValueError(refusal.format(f"{count} of {spoilt.size} samples"))
+    return y
+
+
+PostImputing.__module__ = PreImputing.__module__ = "treeparams.matrices"
+
+
+# -- Changes of low rank -----------------------------------------------------------------------------------------------
 
 
 class LowRank(AbstractMatrix):
@@ -102,7 +273,7 @@ class LowRank(AbstractMatrix):
 
     def to_dense(self) -> Array:
         base = to_dense(self.base)
-        return _changed(base, (self.scale * wide(self.a) @ wide(self.b)).astype(base.dtype))
+        return _with_change(base, (self.scale * wide(self.a) @ wide(self.b)).astype(base.dtype))
 
 
 def _imputes(node: object) -> bool:
@@ -110,14 +281,14 @@ def _imputes(node: object) -> bool:
 
 
 @jax.custom_jvp
-def _changed(base: Array, change: Array) -> Array:
+def _with_change(base: Array, change: Array) -> Array:
     # Minus zero plus zero is zero, but an untouched base must stay the same bit for bit.
     return jnp.where(change == 0, base, base + change)
 
 
-@_changed.defjvp
+@_with_change.defjvp
 def _changed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _changed(*primals), tangents[0] + tangents[1]
+    return _with_change(*primals), tangents[0] + tangents[1]
 
 
 def lora(
@@ -164,7 +335,7 @@ def lora(
     structure = structure_of(model)[2]
     units, treedef = jtu.tree_flatten(model, is_leaf=_is_unit)
     unit_of = [i for i, unit in enumerate(units) for _ in jtu.tree_leaves(unit)]
-    chosen = _bases(structure, _above(units, treedef), units, unit_of, where)
+    chosen = _units_to_change(structure, _above(units, treedef), units, unit_of, where)
     first = _first_of_tie(structure, units, unit_of, chosen, where)
     bases = sorted(set(first.values()))
     keys = dict(zip(bases, jax.random.split(key, len(bases)), strict=True))
@@ -191,7 +362,7 @@ def merge(model: PyTree) -> PyTree:
     Args:
         model: any pytree.
     """
-    return replace(model, LowRank, LowRank.to_dense)
+    return replaced(model, LowRank, LowRank.to_dense)
 
 
 # -- A unit is an array, a matrix, or a constrained array: it is changed as a whole, or stays as it is
@@ -205,10 +376,12 @@ def _is_unit(node: object) -> bool:
 def _above(units: list[Any], treedef: TreeDef) -> Structure:
     """Returns the structure of the model above its units: each is one array there."""
     arrays = [jax.ShapeDtypeStruct((), jnp.float32) if _is_unit(unit) else unit for unit in units]
-    return scan(jtu.tree_unflatten(treedef, arrays), arrays, treedef)
+    return scan_tree(jtu.tree_unflatten(treedef, arrays), arrays, treedef)
 
 
-def _bases(structure: Structure, above: Structure, units: list[Any], unit_of: list[int], where: Where) -> list[int]:
+def _units_to_change(
+    structure: Structure, above: Structure, units: list[Any], unit_of: list[int], where: Where
+) -> list[int]:
     """Returns the units that are changed."""
     selected: dict[int, list[int]] = {}
     for leaf in sorted(select(structure, where)):
@@ -254,7 +427,7 @@ def _first_of_tie(
             why = "tied through a transform, which a low-rank change of either would undo: leave both out"
         elif len(inside) == 1:
             why = f"one array, but {where!r} selects only the latter: select both, or tp.untie the model first"
-        elif not _are_one(*(units[i] for i in ends)):
+        elif not _are_one_matrix(*(units[i] for i in ends)):
             why = "one array in matrices that differ, so that neither gets the other's change: leave both out"
         else:
             first |= dict.fromkeys(ends, min(first[i] for i in ends))
@@ -263,7 +436,7 @@ def _first_of_tie(
     return first
 
 
-def _are_one(unit: Any, other: Any) -> bool:
+def _are_one_matrix(unit: Any, other: Any) -> bool:
     """Returns whether two units that share an array are the same matrix."""
     (leaves, treedef), (others, of_other) = map(jtu.tree_flatten, (unit, other))
     both_arrays = not _is_unit(unit) and not _is_unit(other)  # which may be declared to be one

@@ -12,14 +12,23 @@ counts once; frozen arrays cost nothing. You may give a tangent as a vector, as 
 `tp.grad`, and get the result in the same form.
 """
 
-from ._curvature import hessian as hessian, hvp as hvp
-from ._inputs import batched_jacobian as batched_jacobian, gradient as gradient, jacobian as jacobian
+from ._curvature import (
+    Operator as Operator,
+    ggn_operator as ggn_operator,
+    hessian as hessian,
+    hessian_operator as hessian_operator,
+    hvp as hvp,
+)
+from ._inputs import (
+    batched_jacobian as batched_jacobian,
+    gradient as gradient,
+    jacobian as jacobian,
+    laplacian as laplacian,
+)
 from ._jacobian import (
+    kernel as kernel,
     linearised as linearised,
     parameter_jacobian as parameter_jacobian,
     per_example_gradients as per_example_gradients,
 )
-from ._kernel import kernel as kernel
-from ._laplacian import laplacian as laplacian
-from ._operator import Operator as Operator, ggn_operator as ggn_operator, hessian_operator as hessian_operator
-from ._slots import real_vector as real_vector
+from ._reals import real_vector as real_vector

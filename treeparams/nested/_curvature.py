@@ -1,14 +1,246 @@
-"""Products with the Hessian; the Hessian as a matrix."""
+"""The Hessian and the Gauss-Newton matrix: as operators, linearised once; products with them; as a matrix."""
 
 from collections.abc import Callable
+from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from .._slots.layout import Trainable
+from .._forms.form import reals_of
+from .._forms.mesh import shardings_of, typed_as
+from .._slots.layout import Layout, Trainable
+from .._tree.structure import is_array
+from .._tree.text import describe, imported
 from .._tree.types import PyTree
-from ._operator import columns, hessian_operator
-from ._slots import given_back, in_reals, loss_of_reals, parts_of, taken
+from ._reals import Reals, array_parts, from_reals, given_back, in_reals, loss_of_reals, mapped, of_reals, taken
+
+
+class Operator(eqx.Module):
+    """A symmetric matrix over the trained parameters, defined by its products: `operator(tangent)`.
+
+    It is a pytree: you may pass it to and return it from `jax.jit`, close over it, map it and scan over it.
+    `hessian_operator` and `ggn_operator` make it.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> model = {"w": jnp.array([1.0, 2.0])}
+    >>> operator = nested.hessian_operator(lambda model: jnp.prod(model["w"]) ** 2, damping=1.0)(model)
+    >>> operator @ jnp.eye(2)
+    Array([[9., 8.],
+           [8., 3.]], dtype=float32)
+    >>> operator.diagonal()
+    Array([9., 3.], dtype=float32)
+
+    Attributes:
+        layout: of the model.
+        shape: `(n, n)` with n the length of `real_vector`, in which a complex parameter is a pair of reals.
+        damping: the number added to the diagonal; `None`: nothing.
+    """
+
+    _linear: Any
+    damping: ArrayLike | None
+    layout: Layout = eqx.field(static=True)
+    _shardings: Any = eqx.field(static=True)  # of the slots in reals, where their types say how they lie
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the matrix."""
+        (length,) = reals_of(self.layout).blocks[0].shape
+        return length, length
+
+    def __repr__(self) -> str:
+        return f"Operator(shape={self.shape}, damping={self.damping}, {self.layout!r})"
+
+    def __call__(self, tangent: PyTree) -> PyTree:
+        """Returns the product with a tangent, plus `damping` times the tangent; result and errors as for `hvp`.
+
+        Args:
+            tangent: as for `hvp`.
+        """
+        direction = taken(self.layout, tangent)
+        product = self._linear(typed_as(direction, self._shardings))
+        if self.damping is not None:
+            product = jax.tree.map(lambda y, x: y + jnp.asarray(self.damping, y.dtype) * x, product, direction)
+        return given_back(self.layout, product, tangent)
+
+    def __matmul__(self, matrix: Any) -> Array:
+        """Returns the product with a vector, `(n,)`, or with each column of a matrix, `(n, k)`."""
+        if not is_array(matrix) or jnp.ndim(matrix) not in (1, 2):
+            raise TypeError(
+                f"operator @ needs a vector (n,) or a matrix (n, k), got {describe(matrix)}; for a tree call it"
+            )
+        return self(matrix) if jnp.ndim(matrix) == 1 else jax.vmap(self, 1, 1)(matrix)
+
+    __array_ufunc__ = None  # so that `array @ operator` of NumPy comes here
+
+    def __rmatmul__(self, matrix: Any) -> Array:
+        """Returns the product with a real vector, `(n,)`, or with each row of a matrix, `(k, n)`, by symmetry."""
+        if not is_array(matrix) or jnp.ndim(matrix) not in (1, 2) or jnp.iscomplexobj(matrix):
+            raise TypeError(f"@ operator needs a real vector (n,) or matrix (k, n), got {describe(matrix)}")
+        return (self @ matrix.T).T
+
+    def diagonal(self, *, chunk: int | None = None) -> Float[Array, " n"]:
+        """Returns the diagonal over the real vector of the parameters, damping included: exact, by n products.
+
+        With fewer products you can estimate it: the mean of `signs * operator(signs)` over random signs (Bekas,
+        Kokiopoulou and Saad, 2007).
+
+        >>> import jax, jax.numpy as jnp
+        >>> from treeparams import nested
+        >>> loss = lambda model: jnp.sum(model["w"] ** 3) + model["w"][0] * model["w"][1]
+        >>> operator = nested.hessian_operator(loss)({"w": jnp.array([1.0, 2.0])})
+        >>> operator.diagonal()
+        Array([ 6., 12.], dtype=float32)
+        >>> signs = jax.random.rademacher(jax.random.key(0), (100, 2), float)
+        >>> print(jnp.round(jnp.mean(signs * jax.vmap(operator)(signs), axis=0)))
+        [ 6. 12.]
+
+        Args:
+            chunk: how many products are computed at once, which bounds the memory; `None`: all.
+
+        Returns:
+            The diagonal, shape `(n,)` with n the length of `real_vector`; without complex parameters of `tp.ravel`.
+
+        Raises:
+            ValueError: `chunk` is no count.
+        """
+        return _columns(self, chunk, "products", lambda column, i: jnp.sum(column, where=jnp.arange(column.size) == i))
+
+    def as_lineax(self, tags: object = None) -> Any:
+        """Returns the operator for lineax's solvers, over the real vector of the parameters.
+
+        >>> import jax.numpy as jnp, lineax
+        >>> from treeparams import nested
+        >>> model = {"w": jnp.array([1.0, 2.0])}
+        >>> operator = nested.hessian_operator(lambda model: jnp.sum(model["w"] ** 3), damping=2.0)(model)
+        >>> linear = operator.as_lineax(lineax.positive_semidefinite_tag)
+        >>> print(lineax.linear_solve(linear, jnp.ones(2), lineax.CG(1e-5, 1e-5)).value)
+        [0.125      0.07142857]
+
+        Args:
+            tags: the properties that lineax may rely on, such as `lineax.positive_semidefinite_tag`, which are not
+                checked; `None`: that it is symmetric.
+
+        Returns:
+            A `lineax.FunctionLinearOperator` from vectors `(n,)` to the same, as of `diagonal`.
+
+        Raises:
+            ModuleNotFoundError: lineax is not installed.
+        """
+        lineax, block = imported("lineax", "lineax", "as_lineax"), reals_of(self.layout).blocks[0]
+        shape = jax.ShapeDtypeStruct(block.shape, block.dtype)
+        return lineax.FunctionLinearOperator(self, shape, lineax.symmetric_tag if tags is None else tags)
+
+
+Operator.__module__ = "treeparams.nested"
+
+
+def _columns(operator: Operator, chunk: int | None, noun: str, of: Callable[[jax.Array, jax.Array], Any]) -> jax.Array:
+    """Returns `of(column, number)` for each column of the matrix over the real vector."""
+    block = reals_of(operator.layout).blocks[0]
+    one = lambda i: of(operator(jax.nn.one_hot(i, block.size, dtype=block.dtype)), i)
+    return mapped(one, jnp.arange(block.size), chunk, noun)
+
+
+def hessian_operator(
+    f: Callable[..., Array], *, damping: ArrayLike | None = None, trainable: Trainable = None
+) -> Callable[..., Operator]:
+    """Computes the Hessian of a loss as an operator, linearised once: each product costs the linear operations alone.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import nested
+    >>> loss = lambda model: jnp.sum(model["a"] ** 2) * model["b"] + model["b"] ** 2
+    >>> vector, restructure = tp.ravel({"a": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)})
+    >>> @jax.jit
+    ... def newton(vector):  # a damped step
+    ...     model = restructure(vector)
+    ...     operator = nested.hessian_operator(loss, damping=10.0)(model)
+    ...     gradient = restructure.ravel_gradient(tp.grad(loss)(model))
+    ...     return vector - jax.scipy.sparse.linalg.cg(operator, gradient)[0]
+    >>> bool(loss(restructure(newton(vector))) < loss(restructure(vector)))
+    True
+
+    If you make it inside the compiled function, as here, it is traced with it once. If you make it outside, it is a
+    separate program, and a compiled function that takes it as an argument is compiled again for each.
+
+    You get the diagonal of the Hessian from `operator.diagonal()`, and an operator for lineax's solvers from
+    `operator.as_lineax()`.
+
+    Args:
+        f: called as `f(model, *args)`, returns a scalar.
+        damping: a number or traced scalar added to the diagonal; `None`: nothing.
+        trainable: as for `hvp`.
+
+    Returns:
+        A function of `(model, *args)` that returns an `Operator`, from vectors or trees to the same.
+
+    Raises:
+        ValueError: when called: as `tp.layout`.
+        TypeError: when called: as `hvp`.
+    """
+
+    def operator(model: PyTree, *args: object) -> Operator:
+        parts = array_parts(model, trainable)
+        slots = in_reals(parts.slots)
+        _, linear = jax.linearize(jax.grad(loss_of_reals(f, parts, *args)), slots)
+        return Operator(linear, damping, parts.layout, shardings_of(slots))
+
+    return operator
+
+
+def ggn_operator(
+    f: Callable[..., PyTree],
+    loss: Callable[[Any], Array],
+    *,
+    damping: ArrayLike | None = None,
+    trainable: Trainable = None,
+) -> Callable[..., Operator]:
+    """Computes the generalised Gauss-Newton matrix `J^T H J` as an operator, linearised once.
+
+    J is the Jacobian of the outputs in the parameters, H the exact Hessian of the loss in the outputs. If H is positive
+    semi-definite, as for squared errors and cross-entropies, so is the product, which the Hessian of a network is not
+    (Schraudolph, 2002). If the outputs are linear in the parameters, the two are equal.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> model, x = {"w": jnp.array([1.0, 2.0])}, jnp.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> operator = nested.ggn_operator(lambda model, x: x @ model["w"], lambda y: jnp.sum(y**2))(model, x)
+    >>> operator(jnp.array([1.0, 0.0]))  # the first column of 2 x^T x
+    Array([4., 2.], dtype=float32)
+
+    Args:
+        f: called as `f(model, *args)`, returns the outputs, an array or a tree of arrays; complex ones count as pairs
+            of reals.
+        loss: called as `loss(outputs)`, returns a scalar.
+        damping: as for `hessian_operator`.
+        trainable: as for `hvp`.
+
+    Returns:
+        A function of `(model, *args)` that returns an `Operator`, from vectors or trees to the same.
+
+    Raises:
+        ValueError: when called: as `tp.layout`.
+        TypeError: when called: as `hvp`.
+    """
+
+    def operator(model: PyTree, *args: object) -> Operator:
+        parts = array_parts(model, trainable)
+        of_parameters, slots = of_reals(f, parts, *args), in_reals(parts.slots)
+        outputs, forward = jax.linearize(lambda reals: in_reals(of_parameters(reals)), slots)
+        _, curvature = jax.linearize(jax.grad(lambda outputs: loss(from_reals(outputs))), outputs)
+        return Operator(jtu.Partial(_gauss_newton, forward, curvature), damping, parts.layout, shardings_of(slots))
+
+    return operator
+
+
+def _gauss_newton(forward: Callable[[Any], Any], curvature: Callable[[Any], Any], direction: Reals) -> Reals:
+    """Returns `J^T H J` times a direction, from linear functions that are pytrees."""
+    (product,) = jax.linear_transpose(forward, direction)(curvature(forward(direction)))
+    return product
 
 
 def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[..., PyTree]:
@@ -50,7 +282,7 @@ def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[...
     """
 
     def product(model: PyTree, tangent: PyTree, *args: object) -> PyTree:
-        parts = parts_of(model, trainable)
+        parts = array_parts(model, trainable)
         gradient = jax.grad(loss_of_reals(f, parts, *args))
         _, change = jax.jvp(gradient, (in_reals(parts.slots),), (taken(parts.layout, tangent),))
         return given_back(parts.layout, change, tangent)
@@ -89,6 +321,6 @@ def hessian(
     operator = hessian_operator(f, trainable=trainable)
 
     def matrix(model: PyTree, *args: object) -> jax.Array:
-        return columns(operator(model, *args), chunk, "columns", lambda column, _: column)
+        return _columns(operator(model, *args), chunk, "columns", lambda column, _: column)
 
     return matrix

@@ -1,18 +1,32 @@
-"""Jacobians and gradients in the trained parameters, sample by sample, and the model that is linear in them."""
+"""Jacobians in the trained parameters, sample by sample, their products without them, and the model linear in them."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Inexact
 
-from .._forms.makers import reals_of, vector_of
+from .._forms.form import reals_of, vector_of
+from .._forms.mesh import replicated
 from .._slots.layout import Trainable
-from .._tree.dtypes import common_dtype, is_complex
-from .._tree.types import PyTree
-from ._slots import Reals, in_reals, of_reals, own_copies, parts_of, taken
-from ._sweeps import in_sweeps, length_of, mapped, output
+from .._tree.text import count_of
+from .._tree.types import PyTree, common_dtype, is_complex, widened
+from ._reals import (
+    Reals,
+    array_parts,
+    basis,
+    in_reals,
+    in_sweeps,
+    length_of,
+    mapped,
+    of_reals,
+    output,
+    own_copies,
+    taken,
+)
 
 Mode = Literal["real", "complex", "holomorphic"]
 
@@ -70,19 +84,19 @@ def parameter_jacobian(
 
     def jacobian(model: PyTree, xs: PyTree) -> jax.Array:
         length_of(xs)
-        of = Outputs(f, model, xs, mode, trainable)
+        of = _Outputs(f, model, xs, mode, trainable)
         return mapped(of.rows, xs, chunk, "samples")
 
     return jacobian
 
 
-class Outputs:
+class _Outputs:
     """`f(model, x)` as a vector for each sample, and the slots that it is differentiated in: in reals, or complex."""
 
     def __init__(self, f: Callable[..., Any], model: PyTree, batch: PyTree, mode: Mode, trainable: Trainable) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be 'real', 'complex' or 'holomorphic', got {mode!r}")
-        parts = parts_of(model, trainable)
+        parts = array_parts(model, trainable)
         self.mode, self._f, self._parts = mode, f, parts
         slots, self.form = in_reals(parts.slots), reals_of(parts.layout)
         self.dtype = self.form.dtype
@@ -145,7 +159,7 @@ def linearised(f: Callable[..., PyTree], *, trainable: Trainable = None) -> Call
     """
 
     def near(model: PyTree, direction: PyTree, *args: object) -> PyTree:
-        parts = parts_of(model, trainable)
+        parts = array_parts(model, trainable)
         along = taken(parts.layout, direction)
         value, change = jax.jvp(of_reals(f, parts, *args), (in_reals(parts.slots),), (along,))
         return jax.tree.map(lambda y, dy: y if dy.dtype == jax.dtypes.float0 else y + dy, value, change)
@@ -195,7 +209,7 @@ def per_example_gradients(
 
     def gradients(model: PyTree, *batch: PyTree) -> PyTree:
         length_of(batch)
-        parts = parts_of(model, trainable)
+        parts = array_parts(model, trainable)
         joined = vector_of(parts.layout).join if flat else parts.canonical
 
         def of(slots: tuple[jax.Array, ...], example: tuple[PyTree, ...]) -> jax.Array:
@@ -205,3 +219,158 @@ def per_example_gradients(
         return mapped(lambda example: joined(jax.grad(of)(slots, example)), batch, chunk, "examples")
 
     return gradients
+
+
+# -- Products of Jacobians, without the Jacobians ----------------------------------------------------------------------
+
+
+def kernel(
+    f: Callable[..., Array],
+    *,
+    axis_name: Hashable = None,
+    chunk: int | None = None,
+    mode: Mode = "real",
+    trainable: Trainable = None,
+) -> Callable[..., Inexact[Array, "rows columns"]]:
+    """Computes the product `J J^T` of Jacobians in the trained parameters: the empirical tangent kernel.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> model = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(0.5)}
+    >>> f = lambda model, x: x @ model["w"] + model["b"]
+    >>> nested.kernel(f)(model, jnp.array([[1.0, 0.0], [1.0, 1.0]]))
+    Array([[2., 2.],
+           [2., 3.]], dtype=float32)
+
+    It is the matrix of MinSR (Chen and Heyl, 2024), of Gaussian processes from networks (Jacot et al., 2018) and of
+    Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter. Up to 2**26 elements of
+    J, all rows are computed at once. A larger J is never in memory: it is computed in blocks of as many rows as there
+    are samples, or of `chunk` rows, and beside the result and the values in f itself no array is larger than these rows
+    of the largest parameter. The price: the backward pass is repeated for each pair of blocks. That is little beside
+    the products of dense weights, and much for convolutions.
+
+    Call it within `jax.jit`: its loops are compiled anew at each call outside. On a mesh with explicit axes, samples
+    and parameters are first brought together on each device; to share the work, use `axis_name`.
+
+    Args:
+        f: called as `f(model, x)` for one sample, returns an array of any shape.
+        axis_name: the axis of a mesh along which the samples lie, inside of `jax.shard_map`. Each device passes its own
+            samples, xs and ys, and gets the kernel of all.
+        chunk: how many rows of J are computed at once, each of one output of one sample, which bounds the memory;
+            `None`: all, if J has at most 2**26 elements, else as many as there are samples.
+        mode: as for `parameter_jacobian`; `"holomorphic"` gives `J J^H`.
+        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+
+    Returns:
+        A function of `(model, xs, ys)`, where xs is a tree of arrays with one leading axis, the samples; ys are those
+        of the second Jacobian. If you leave them out, they are those of the first, and only one triangle is computed.
+
+        It returns the kernel, shape `(samples * outputs, samples_y * outputs)`: sample by sample, with the outputs of
+        each as the rows of `parameter_jacobian`. It is summed and returned in at least float32, with matrix products as
+        precise as `jax.default_matmul_precision` says.
+
+    Raises:
+        ValueError: when called: as `parameter_jacobian`.
+        TypeError: when called: as `parameter_jacobian`.
+    """
+
+    def matrix(model: PyTree, xs: PyTree, ys: PyTree | None = None) -> jax.Array:
+        samples = length_of(xs)
+        of = _Outputs(f, model, xs, mode, trainable)
+        of.slots = jax.tree.map(replicated, of.slots)  # rows of all samples are multiplied with one another
+        size = None if chunk is None else count_of("chunk", chunk, "rows")
+        left = right = _JacobianRows(of, xs, size, samples)
+        if ys is not None or axis_name is not None:
+            ys = xs if ys is None else ys
+            every = ys if axis_name is None else jax.lax.all_gather(ys, axis_name, tiled=True)
+            right = _JacobianRows(of, every, size, length_of(ys))  # as many at once as one device has
+        product = _kernel_of(left, right, widened(of.dtype))
+        return product if axis_name is None else _of_all_devices(product, axis_name)
+
+    return matrix
+
+
+_ALL = 2**26  # elements of a Jacobian that may be there as a whole, 256 MiB of float32
+
+
+class _JacobianRows:
+    """The rows of a Jacobian, sample by sample with the outputs of each: in blocks, of which the last repeats a row."""
+
+    def __init__(self, of: _Outputs, samples: PyTree, at_once: int | None, unless_all: int) -> None:
+        self.outputs = jax.eval_shape(jax.vmap(lambda x: of(of.slots, x)), samples).shape[1]
+        self.count = length_of(samples) * self.outputs
+        is_small = self.count * sum(leaf.size for leaf in jax.tree.leaves(of.slots)) <= _ALL
+        most = at_once or (self.count if is_small else unless_all)
+        self.blocks = max(1, -(-self.count // max(1, most)))
+        self.size = -(-self.count // self.blocks)
+        self._samples = jax.tree.map(lambda leaf: replicated(jnp.asarray(leaf)), samples)
+        self._of = of
+
+    def block(self, number: int | jax.Array) -> list[jax.Array]:
+        """Returns the rows of one block, a matrix for each slot."""
+        if self.blocks == 1:  # one forward pass for all outputs of a sample
+            leaves = jax.tree.leaves(jax.vmap(self._all_rows)(self._samples))
+            return [leaf.reshape(self.count, math.prod(leaf.shape[2:])) for leaf in leaves]
+        rows = jnp.minimum(number * self.size + jnp.arange(self.size), self.count - 1)
+        leaves = jax.tree.leaves(jax.vmap(self._row)(rows))
+        return [leaf.reshape(self.size, math.prod(leaf.shape[1:])) for leaf in leaves]
+
+    def _row(self, number: jax.Array) -> PyTree:
+        sample, output = number // self.outputs, number % self.outputs
+        x = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, sample, keepdims=False), self._samples)
+        y, pull = self._pulled(x)
+        return pull(jax.nn.one_hot(output, self.outputs, dtype=y.dtype) + jnp.zeros_like(y))[0]  # varies as y does
+
+    def _all_rows(self, x: PyTree) -> PyTree:
+        y, pull = self._pulled(x)
+        return mapped(lambda direction: pull(direction)[0], basis(y), None, "rows")
+
+    def _pulled(self, x: PyTree) -> tuple[jax.Array, Callable[[jax.Array], PyTree]]:
+        """Returns the outputs of one sample, and their derivative backward."""
+        return jax.vjp(lambda slots: self._of(slots, x), self._of.slots)
+
+
+def _kernel_of(left: _JacobianRows, right: _JacobianRows, dtype: np.dtype) -> jax.Array:
+    """Returns `J J^H` of these rows, block by block."""
+    if left.count == 0 or right.count == 0:
+        return jnp.zeros((left.count, right.count), dtype)
+
+    def product(rows: list[jax.Array], others: list[jax.Array]) -> jax.Array:
+        total = jnp.zeros((left.size, right.size), dtype)
+        for a, b in zip(rows, others, strict=True):
+            total += jnp.matmul(a, b.conj().T, preferred_element_type=dtype)
+        return total
+
+    def across(i: int | jax.Array) -> jax.Array:
+        rows = left.block(i)
+        if left is not right:
+            return _of_each(lambda j: product(rows, right.block(j)), right.blocks)
+        if left.blocks == 1:
+            return product(rows, rows)[None]
+        nothing = jnp.zeros_like(product(rows, rows))  # above the diagonal, where blocks are filled in below
+        return _of_each(
+            lambda j: jax.lax.cond(j <= i, lambda: product(rows, left.block(j)), lambda: nothing), left.blocks
+        )
+
+    blocks = _of_each(across, left.blocks)
+    if left is right:
+        # Block (j, i) is `J_j J_i^H`, and so block (i, j) turned and conjugated.
+        number = jnp.arange(left.blocks)
+        is_above = (number[:, None] < number[None])[:, :, None, None]
+        blocks = jnp.where(is_above, blocks.conj().transpose(1, 0, 3, 2), blocks)
+    whole = blocks.transpose(0, 2, 1, 3).reshape(left.blocks * left.size, right.blocks * right.size)
+    return whole[: left.count, : right.count]
+
+
+def _of_all_devices(product: jax.Array, axis_name: Hashable) -> jax.Array:
+    """Returns the rows of all devices, where each device has those of its samples."""
+    # Summed and not gathered, their type says that all devices have the same kernel.
+    count, width = product.shape
+    zeros = jnp.zeros((jax.lax.psum(1, axis_name) * count, width), product.dtype)
+    start = jax.lax.axis_index(axis_name) * count
+    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, product, start, 0), axis_name)
+
+
+def _of_each(f: Callable[[int | jax.Array], jax.Array], count: int) -> jax.Array:
+    """Returns `f` of each number below the count; without a loop if there is one."""
+    return f(0)[None] if count == 1 else jax.lax.map(f, jnp.arange(count))

@@ -14,12 +14,10 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._slots.layout import index_of
+from .._slots.layout import MisfitError, index_of
 from .._slots.parts import Parts, take_apart
-from .._slots.trainable import MisfitError
-from .._tree.flattening import flatten
 from .._tree.recognise import structure_of
-from .._tree.structure import is_array
+from .._tree.structure import flatten, is_array
 from .._tree.types import PyTree
 from ._master import MasterState, copies_in
 from ._state import ONE, TrainableState, nodes_of, rates_in

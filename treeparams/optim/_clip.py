@@ -9,10 +9,10 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from .._norm import global_norm
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
+from .._walk import global_norm
 from ._scaled import times
 from ._state import ClipState
 

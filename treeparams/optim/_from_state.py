@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from .._forms.form import Form
-from .._forms.makers import stacks_of, tree_of, vector_of
-from .._forms.owners import Division
+from .._forms.form import Form, stacks_of, tree_of, vector_of
+from .._forms.states import Division
 from .._grad import value_and_grad
 from .._slots.layout import Layout, trained_at
 from .._slots.parts import take_apart

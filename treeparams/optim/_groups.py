@@ -14,10 +14,9 @@ import jax.tree_util as jtu
 import optax
 
 from .._forms.form import Form
-from .._slots.index import Index
+from .._slots.index import Index, first_entries
 from .._slots.layout import index_of
 from .._slots.parts import take_apart
-from .._slots.rules import first_entries
 from .._slots.said import declaring_nodes
 from .._slots.ties import find_ties
 from .._slots.where import Where, name_of
@@ -26,8 +25,7 @@ from .._tree.paths import join_path, key_entries, split_path
 from .._tree.recognise import structure_of
 from .._tree.static_keys import contents
 from .._tree.structure import is_array
-from .._tree.tables import Table, as_html, as_text
-from .._tree.text import describe, quoted
+from .._tree.text import Table, as_html, as_text, describe, quoted
 from .._tree.types import PyTree
 from ._coupling import without_nodes
 from ._master import copies_in

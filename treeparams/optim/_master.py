@@ -23,10 +23,9 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from .._forms.owners import Division, Owners
-from .._tree.dtypes import is_complex, is_inexact
+from .._forms.states import Division, Owners
 from .._tree.structure import is_array
-from .._tree.types import PyTree
+from .._tree.types import PyTree, is_complex, is_inexact
 from ._state import ONE, ModelTransformation, Plain, extended, in_own_buffers
 
 _FUNCTIONS = ("value_fn", "obj_fn", "grad_fn")

@@ -18,15 +18,13 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._forms.owners import Entries, Owners, Place
-from .._forms.states import Piece, entries_of, joined
+from .._forms.states import Entries, Owners, Piece, Place, entries_of, joined
 from .._slots.index import Index
 from .._slots.layout import index_of
 from .._slots.ties import Alias
-from .._tree.dtypes import in_dtype
 from .._tree.paths import join_path, key_entries, quote, split_path
 from .._tree.text import describe, first_few
-from .._tree.types import PyTree
+from .._tree.types import PyTree, in_dtype
 from ._groups import groups_in
 from ._per_leaf import PerLeafState
 from ._state import History, TrainableState, in_own_buffers, model_state, nodes_of, rule_of, settled, steady

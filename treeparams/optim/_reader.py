@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from .._programs import Kind, Walk, kind_of, name_of, scan_operands, while_parts
+from .._programs import Kind, Walk, kind_of, operation_name, scan_operands, while_parts
 from ._formulas import NO_FORMULA, TOTALS, Blocks, Formulas, Run, Value, runs_of, with_formulas
 
 _WHOLE = {np.dtype(np.int32), np.dtype(np.int64)}  # counts here overflow in neither
@@ -92,7 +92,7 @@ class Reader(Walk[Value], Blocks):
         elif name in _MOVES:
             found = _MOVES[name](self, eqn, its)
         elif not kind or Kind.REF in kind:
-            self.opaque.add(name_of(eqn))
+            self.opaque.add(operation_name(eqn))
             return [Value.equal(NO_FORMULA)] * len(eqn.outvars)
         return self._whole(eqn, its) if found is None else found
 

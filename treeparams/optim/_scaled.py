@@ -14,15 +14,13 @@ from jax.typing import ArrayLike
 
 from .._forms.block import Block
 from .._forms.form import Form
-from .._slots.index import Index
+from .._slots.index import Index, first_entries
 from .._slots.layout import Layout, index_of
-from .._slots.rules import first_entries
 from .._slots.where import Where, name_of
-from .._tree.dtypes import common_dtype
 from .._tree.recognise import structure_of
 from .._tree.structure import is_array
 from .._tree.text import describe
-from .._tree.types import PyTree
+from .._tree.types import PyTree, common_dtype
 from ._groups import Keys, are_stacks, check_groups, entries_of
 from ._state import nodes_of
 

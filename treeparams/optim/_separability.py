@@ -17,15 +17,13 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from .._forms.form import Form
-from .._forms.makers import stacks_in_groups, tree_of, vector_of
-from .._forms.owners import Division
+from .._forms.form import Form, stacks_in_groups, tree_of, vector_of
+from .._forms.states import Division
 from .._programs import Marks
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.parts import take_apart
-from .._tree.dtypes import is_complex
 from .._tree.text import describe, in_short
-from .._tree.types import PyTree
+from .._tree.types import PyTree, is_complex
 from ._coupling import Extended, compared
 from ._formulas import NO_FORMULA, Formulas, Value, alike_p
 from ._reader import Reader

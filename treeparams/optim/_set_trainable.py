@@ -15,10 +15,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._forms.form import Form
-from .._slots.layout import Layout, Trainable, index_of, trained_at
+from .._slots.index import first_entries
+from .._slots.layout import Layout, Trainable, index_of, retrained, trained_at
 from .._slots.parts import Parts, take_apart
-from .._slots.rules import first_entries
-from .._slots.trainable import retrained
 from .._slots.where import Leaves, Where
 from .._tree.structure import is_array
 from .._tree.text import describe

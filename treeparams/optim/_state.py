@@ -23,10 +23,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from .._forms.form import Form
-from .._forms.owners import Division, Init, divide
-from .._forms.states import Copies, entries_of, regroup
+from .._forms.states import Copies, Division, Init, divide, entries_of, regroup
 from .._slots.layout import Layout, index_of
-from .._tree.messages import warn
+from .._tree.memory import warn
 from .._tree.static_keys import contents
 from .._tree.structure import is_array
 from .._tree.text import describe, first_few, function_name

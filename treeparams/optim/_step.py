@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._forms.block import Block, cut_blocks
-from .._forms.owners import Owners
-from .._slots.layout import trained_at
+from .._forms.states import Owners
+from .._slots.layout import look_up, trained_at
 from .._slots.match import per_slot
 from .._slots.parts import Parts, take_apart
-from .._slots.trainable import look_up
-from .._tree.dtypes import common_dtype, is_complex
 from .._tree.recognise import structure_of
 from .._tree.text import describe
-from .._tree.types import PyTree
+from .._tree.types import PyTree, common_dtype, is_complex
 from ._master import copies_in, landed
 from ._state import ONE, ModelTransformation, TrainableState, extended, nodes_of, rule_of
 

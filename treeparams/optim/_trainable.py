@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from .._forms.form import Form
-from .._forms.makers import stacks_in_groups, stacks_of, tree_of, vector_of, vectors_of
-from .._forms.owners import Division
+from .._forms.form import Form, stacks_in_groups, stacks_of, tree_of, vector_of, vectors_of
+from .._forms.states import Division
 from .._slots.accidents import warn_of_parted_ties
+from .._slots.index import warn_of_nothing
 from .._slots.layout import Layout, Trainable, index_of, trained_at
 from .._slots.match import slot_gradients
 from .._slots.parts import Parts, kept_arrays, take_apart
-from .._slots.untrained import warn_of_nothing
-from .._tree.messages import warn
+from .._tree.memory import warn
 from .._tree.paths import nearest
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree

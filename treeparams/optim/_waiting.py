@@ -11,10 +11,10 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._forms.form import Form
-from .._forms.owners import Division, Init
+from .._forms.states import Division, Init
+from .._slots.index import first_entries
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Parts
-from .._slots.rules import first_entries
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree

@@ -12,9 +12,9 @@ from .._average import Ema
 from .._files.arrays import placed
 from .._files.names import Names
 from .._slots.parts import kept_arrays, with_kept_arrays
-from .._tree.dtypes import Array, in_dtype
 from .._tree.paths import nearest, quote
 from .._tree.text import describe, first_few
+from .._tree.types import Array, in_dtype
 from ..optim._state import in_own_buffers
 from ._movers import Movers
 

@@ -17,11 +17,10 @@ from jax.core import Tracer
 from .._files.arrays import as_in_jax
 from .._files.names import Names, is_below, key_of, name_of, split_name
 from .._files.words import histories_in, specs_in
-from .._forms.owners import Entries, Owners, Place
-from .._forms.states import Copies, Piece
-from .._tree.dtypes import Array
+from .._forms.states import Copies, Entries, Owners, Piece, Place
 from .._tree.paths import nearest, split_path
 from .._tree.text import describe, first_few
+from .._tree.types import Array
 from ._contents import division_in
 from ._movers import Movers
 

@@ -12,21 +12,17 @@ from jax.core import Tracer
 from .._files.arrays import pieces_of, placed
 from .._files.names import bare, name_of
 from .._files.values import in_words, kind_in_words
-from .._forms.owners import Division, Entries, Owners
 from .._forms.restructure import Restructure, known_leaves
-from .._forms.states import entries_of
-from .._slots.digest import digest_of
-from .._slots.layout import Trainable, index_of
+from .._forms.states import Division, Entries, Owners, entries_of
+from .._slots.index import digest_of
+from .._slots.layout import Trainable, index_of, look_up
 from .._slots.said import declared_frozen
 from .._slots.ties import Alias, find_ties
-from .._slots.trainable import look_up
 from .._tree.copying import copy_leaf
-from .._tree.dtypes import Array
 from .._tree.paths import join_path, quote
 from .._tree.recognise import structure_of
-from .._tree.refs import value_of
 from .._tree.structure import Spec
-from .._tree.types import PyTree
+from .._tree.types import Array, PyTree, value_of
 from ..optim._state import TrainableState, nodes_of
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from jax.core import Tracer
 from .._files.arrays import Like, as_in_jax, in_numpy, placed_in_turn
 from .._files.names import Names, heads_of, spelt_as
 from .._tree.copying import copy_leaf
-from .._tree.dtypes import Array
 from .._tree.paths import nearest
 from .._tree.text import describe, quoted
+from .._tree.types import Array
 from ._contents import Contents
 from ._fit import Fit, Move, shown
 from ._rename import Route, stack, unstack

@@ -8,7 +8,7 @@ import numpy as np
 from .._files.arrays import Inventory, Kind, bytes_of, inventory_of, kind_of
 from .._files.file import Draft
 from .._files.message import Change, Message, Version, as_version, change_of
-from .._forms.makers import tree_of
+from .._forms.form import tree_of
 from .._tree.text import first_few, first_lines
 from ._contents import Contents
 from ._parameters import form_from, inventory, layout_and_form, parts_of

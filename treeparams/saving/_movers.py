@@ -23,10 +23,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._files.names import Names
 from .._programs import Kind, Walk, bind, is_floating, is_linear, kind_of
-from .._tree.dtypes import common_dtype, is_complex
 from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe
+from .._tree.types import common_dtype, is_complex
 from ._contents import Contents
 from ._fit import Move
 from ._rename import Route, stack, unstack

@@ -11,10 +11,9 @@ from numpy.lib.format import MAGIC_PREFIX, read_array_header_1_0, read_array_hea
 from .._files.arrays import array_spec, in_numpy
 from .._files.names import Names, name_of, names_in
 from .._slots.layout import Layout, index_of
-from .._tree.refs import value_of
 from .._tree.structure import is_array
 from .._tree.text import first_few
-from .._tree.types import PyTree
+from .._tree.types import PyTree, value_of
 from ._contents import Contents
 from ._rename import Rename, Transforms, routes
 

@@ -15,9 +15,9 @@ from .._forms.block import Block
 from .._forms.form import Form
 from .._forms.restructure import Restructure, halves_of
 from .._slots.layout import Layout
-from .._tree.dtypes import is_complex
 from .._tree.static_keys import with_object
 from .._tree.text import describe
+from .._tree.types import is_complex
 
 
 def layout_and_form(restructure: object) -> tuple[Layout, Form]:

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._forms.owners import Entries, Owners, Place
-from .._forms.states import Copies, Piece
-from .._tree.dtypes import is_inexact
+from .._forms.states import Copies, Entries, Owners, Piece, Place
 from .._tree.paths import join_path, quote
+from .._tree.types import is_inexact
 from ..optim._groups import Group
 from ._before import Before, Source, labelled_in, members_in, unlabelled
 from ._movers import Movers

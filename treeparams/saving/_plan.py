@@ -12,7 +12,7 @@ from .._average import Ema
 from .._files.names import Names, head_of
 from .._slots.layout import Trainable
 from .._slots.ties import Alias
-from .._tree.tables import Table, as_html, as_text
+from .._tree.text import Table, as_html, as_text
 from ..optim._state import TrainableState
 from ._averages import carried_average
 from ._contents import Contents

@@ -11,11 +11,10 @@ import numpy as np
 
 from .._files.arrays import as_in_jax
 from .._files.names import split_name
-from .._tree.dtypes import Array
-from .._tree.globs import Glob, Star
-from .._tree.paths import nearest, quote, unquote
+from .._tree.paths import Glob, Star, nearest, quote, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe, function_name, in_short
+from .._tree.types import Array
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
 """`{left: right}`, where a side is a glob or several, and the right may be `None`; or a function of a name."""

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from .._files.names import Names, heads_of
 from .._tree.paths import nearest
-from .._tree.tables import Table
-from .._tree.text import describe, quoted
+from .._tree.text import Table, describe, quoted
 from ._contents import Contents
 from ._fit import Fit, shown
 

@@ -17,16 +17,14 @@ import optax
 
 from .._files.names import is_below, split_name
 from .._files.words import histories_in, specs_in
-from .._forms.makers import tree_of
-from .._forms.owners import Division, Entries, Owners
-from .._forms.states import entries_of
+from .._forms.form import tree_of
+from .._forms.states import Division, Entries, Owners, entries_of
 from .._slots.index import Index
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.ties import Alias
-from .._tree.dtypes import is_inexact
 from .._tree.paths import join_path, key_entries, split_path, unquote
 from .._tree.structure import Spec, is_array
-from .._tree.types import PyTree
+from .._tree.types import PyTree, is_inexact
 from ..optim._state import Roles, TrainableState
 from ._contents import division_in, state_in_words
 

@@ -15,11 +15,10 @@ from .._files.source import FilePath, OnDisk, as_text
 from .._files.values import from_words
 from .._files.words import histories_in, values_in
 from .._slots.ties import Alias
-from .._tree.dtypes import Array
-from .._tree.messages import name_deleted
+from .._tree.memory import name_deleted
 from .._tree.paths import join_path
 from .._tree.text import first_lines, function_name
-from .._tree.types import PyTree
+from .._tree.types import Array, PyTree
 from ..optim._state import ModelTransformation
 from ._contents import Contents, places_in_words
 from ._opaque import lost_arrays

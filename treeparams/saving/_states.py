@@ -18,13 +18,11 @@ import optax
 
 from .._files.arrays import placed
 from .._files.names import Names
-from .._forms.owners import Division, Entries
-from .._forms.states import Copies, entries_of, joined, only
+from .._forms.states import Copies, Division, Entries, entries_of, joined, only
 from .._slots.layout import index_of, trained_at
-from .._tree.dtypes import Array, in_dtype
 from .._tree.paths import join_path, key_entries
 from .._tree.text import describe, first_few
-from .._tree.types import PyTree
+from .._tree.types import Array, PyTree, in_dtype
 from ..optim._groups import groups_in
 from ..optim._state import Roles, TrainableState, in_own_buffers
 from ._before import Before, Source, histories_before, unlabelled

@@ -1,4 +1,4 @@
-"""The loss of a step: its value and its gradient over a mesh, and its further results.
+"""The loss of a step: its value and its gradient over a mesh, and its further results, in the dtypes it computes in.
 
 A loss is a function of the whole batch, and XLA divides it. Three constraints say how: examples lie along the batch
 axes, weights are whole where the loss reads them, and gradients lie as the weights rest. So XLA gathers each weight
@@ -8,7 +8,7 @@ nothing is divided by hand, any loss has the numbers of one device.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,23 +18,113 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from .._forms.makers import tree_of
+from .._forms.block import Block
+from .._forms.form import Form, tree_of
 from .._forms.mesh import automatic, lay, mesh_within
-from .._forms.restructure import Restructure, halves_of
-from .._slots.parts import put_together
-from .._slots.where import Where
-from .._tree.dtypes import widened
+from .._forms.restructure import Restructure, halves_of, with_forms
+from .._slots.index import first_entries
+from .._slots.layout import Layout, index_of
+from .._slots.parts import Rest, kept_arrays, put_together
+from .._slots.where import Where, name_of
 from .._tree.structure import is_array
 from .._tree.text import describe, quoted
-from .._tree.types import PyTree
-from ._compute import Compute
-from ._placement import Placement, described
-from ._put import put_leaf
-from ._specs import Axes, first_divided, names_of
+from .._tree.types import PyTree, common_dtype, is_complex, widened
+from ._placement import Placement, described, frozen_sources
+from ._specs import Axes, axes_named, first_divided, put_leaf
+
+ComputeDtype = DTypeLike | Mapping[Any, DTypeLike] | None
 
 
-class Found(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compute:
+    """The dtype of each leaf of a model within the loss."""
+
+    form: Form  # of the parameters, as they are within the loss
+    of_path: dict[str, Any]  # of arrays of the model; others keep their own
+
+    @classmethod
+    def of(cls, layout: Layout, form: Form, compute_dtype: ComputeDtype) -> "Compute":
+        """Makes the dtypes from the option of `make_step`."""
+        of_path = _of_paths(layout, compute_dtype)
+        found = _form_in(form, [of_path.get(slot.path) for slot in layout.slots])
+        for block, members in zip(found.blocks, found.members, strict=True):
+            own = {of_path.get(layout.slots[slot].path) for slot in members}
+            if block.length is not None and not block.rank and len(own) > 1:
+                words = quoted([str(each or "its own") for each in sorted(own, key=str)])
+                raise ValueError(
+                    f"a vector is moved in one dtype, but compute_dtype gives its parameters {words}; use "
+                    'form="stacks" or form="tree", or one dtype for all'
+                )
+        return cls(found, of_path)
+
+    @property
+    def in_words(self) -> str:
+        """The dtypes in one line."""
+        return f"computed in {', '.join(sorted({str(each) for each in self.of_path.values()})) or 'their dtypes'}"
+
+    def params(self, leaves: Sequence[Any]) -> list[Any]:
+        """Casts arrays of parameters."""
+        return [leaf.astype(block.dtype) for leaf, block in zip(leaves, self.form.blocks, strict=True)]
+
+    def rest(self, rest: Rest[Any] | Restructure[Any]) -> Any:
+        """Casts the arrays of the rest of a model."""
+        if isinstance(rest, Restructure):
+            single, _, _, held = halves_of(rest)
+            dtypes = [self.of_path.get(path) for path in kept_arrays(single)]
+            held = _form_in(held, dtypes)
+            alone = [dtype for i, dtype in enumerate(dtypes) if i not in held.locations]
+            rest, dtypes = with_forms(rest, self.form, held), [*alone, *(block.dtype for block in held.blocks)]
+        else:
+            dtypes = [self.of_path.get(path) for path in kept_arrays(rest)]
+        leaves, treedef = jtu.tree_flatten(rest)
+        pairs = zip(leaves, dtypes, strict=True)
+        return treedef.unflatten([leaf if dtype is None else leaf.astype(dtype) for leaf, dtype in pairs])
+
+
+def _of_paths(layout: Layout, compute_dtype: ComputeDtype) -> dict[str, Any]:
+    """Returns the dtype of each real parameter of a model that gets one, trained or frozen, by path."""
+    if compute_dtype is None:
+        return {}
+    rules = compute_dtype if isinstance(compute_dtype, Mapping) else {"**": compute_dtype}
+    dtypes = [_floating(f"compute_dtype of {name_of(where)}", dtype) for where, dtype in rules.items()]
+    index = index_of(layout)
+    paths, specs = index.structure.paths, index.structure.specs
+    found = first_entries(index, list(rules), asked=index.distinct)
+    kept = frozen_sources(index).union(index.positions)  # buffers are as they are
+    return {
+        paths[i]: dtypes[n] for i, n in found.items() if i in kept and (spec := specs[i]) and not is_complex(spec.dtype)
+    }
+
+
+def _floating(name: str, dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"{name}: expected a floating dtype, such as jnp.bfloat16, got {describe(dtype)}") from error
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{name}: expected a floating dtype, such as jnp.bfloat16, got {found}")
+    return found
+
+
+def _form_in(form: Form, dtypes: Sequence[Any]) -> Form:
+    """Returns a form with a new dtype for each slot; `None` keeps the dtype."""
+    pairs = zip(form.blocks, form.members, strict=True)
+    blocks = tuple([_in_dtypes(block, [dtypes[slot] for slot in members]) for block, members in pairs])
+    return dataclasses.replace(form, blocks=blocks)
+
+
+def _in_dtypes(block: Block, dtypes: Sequence[Any]) -> Block:
+    """Returns a block with a new dtype for each array (`None` keeps it). The block gets the widest of them."""
+    own = block.dtypes or (block.dtype,) * len(dtypes)
+    chosen = tuple([each if dtype is None else dtype for dtype, each in zip(dtypes, own, strict=True)])
+    if chosen == own:
+        return block
+    return dataclasses.replace(block, dtypes=chosen, dtype=common_dtype(chosen))
+
+
+class _Found(NamedTuple):
     """The results of a loss, and its gradient."""
 
     value: Any
@@ -71,16 +161,16 @@ class Loss:
     def is_lazy(self) -> bool:
         """Whether weights are made whole node by node, where the loss reads them."""
         placement = self.placement
-        return self.takes_form and placement.name == "stacks" and any(map(names_of, placement.specs))
+        return self.takes_form and placement.name == "stacks" and any(map(axes_named, placement.specs))
 
-    def __call__(self, params: PyTree, rest: Any, model_state: Any, batch: PyTree) -> Found:
+    def __call__(self, params: PyTree, rest: Any, model_state: Any, batch: PyTree) -> _Found:
         """Returns the value of the loss, its gradient, sharded as the parameters are, and its other results."""
         placement = self.placement
         self._check_arguments(batch)
         arrays, treedef, shardings = self._taken(batch)
         batch = treedef.unflatten(list(map(lay, map(jnp.asarray, arrays), shardings)))
         whole = placement.whole
-        run = automatic(self._found, Found(whole, placement.params, whole, whole), placement.axes.mesh)
+        run = automatic(self._found, _Found(whole, placement.params, whole, whole), placement.axes.mesh)
         return run(params, rest, model_state, batch)
 
     # -- The batch
@@ -92,7 +182,7 @@ class Loss:
         like this.
         """
         leaves, treedef, shardings = self._taken(batch)
-        return treedef.unflatten(list(map(_put, leaves, shardings)))
+        return treedef.unflatten(list(map(_put_where, leaves, shardings)))
 
     def _taken(self, batch: PyTree) -> tuple[list[Any], Any, list[NamedSharding]]:
         """Checks a batch, and returns its arrays, its treedef and their shardings: examples split, scalars whole."""
@@ -126,22 +216,22 @@ class Loss:
         for path, its in others:
             if its != count:
                 raise ValueError(
-                    f"{_named(first)} has {count} examples and {_named(path)} {its}; the leading axis of each array of "
-                    "a batch must run over the examples. Pass other arrays to the loss itself, for example by "
-                    "functools.partial; make a raw PRNG key a typed one, jax.random.wrap_key_data(key)"
+                    f"{_batch_path(first)} has {count} examples and {_batch_path(path)} {its}; the leading axis of "
+                    "each array of a batch must run over the examples. Pass other arrays to the loss itself, for "
+                    "example by functools.partial; make a raw PRNG key a typed one, jax.random.wrap_key_data(key)"
                 )
         axes = self.placement.axes
         least = axes.along(axes.batch) * self.pieces
         if not count or count % least:
             in_pieces = f" in {self.pieces} pieces" if self.pieces > 1 else ""
             raise ValueError(
-                f"{_named(first)} has {count} examples, which {axes.along(axes.batch)} devices along "
+                f"{_batch_path(first)} has {count} examples, which {axes.along(axes.batch)} devices along "
                 f"{quoted(axes.batch)} cannot share equally{in_pieces}; give a multiple of {least}"
             )
 
     # -- The value and its gradient
 
-    def _found(self, params: PyTree, rest: Any, model_state: Any, batch: PyTree) -> Found:
+    def _found(self, params: PyTree, rest: Any, model_state: Any, batch: PyTree) -> _Found:
         """Does the work of a call where XLA alone decides where arrays lie."""
         leaves, rest = self._entered(params, rest)
         arrays, treedef = jtu.tree_flatten(batch)
@@ -160,7 +250,7 @@ class Loss:
 
             (after, sums), (values, aux) = jax.lax.scan(turn, (model_state, zeros), along)
             value = jnp.mean(values.astype(widened(values.dtype)))
-            found = Found(value, [each / self.pieces for each in sums], aux, after)
+            found = _Found(value, [each / self.pieces for each in sums], aux, after)
         pairs = zip(found.gradients, jtu.tree_leaves(params), strict=True)
         return found._replace(gradients=self.placement.tree([each.astype(like.dtype) for each, like in pairs]))
 
@@ -168,13 +258,13 @@ class Loss:
         pieces = jnp.swapaxes(array.reshape(-1, self.pieces, *array.shape[1:]), 0, 1)
         return self._constrained(pieces, PartitionSpec(None, self.placement.axes.batch))
 
-    def _of_piece(self, leaves: Sequence[Any], rest: Any, model_state: Any, batch: PyTree) -> Found:
+    def _of_piece(self, leaves: Sequence[Any], rest: Any, model_state: Any, batch: PyTree) -> _Found:
         def value(leaves: Sequence[Any]) -> Any:
             state = [model_state] if self.has_state else []
             return self._checked(self.function(*self._given(leaves, rest), *state, *batch), model_state)
 
         (found, (aux, after)), grads = jax.value_and_grad(value, has_aux=True)(leaves)
-        return Found(found, self._laid(grads), aux, after)
+        return _Found(found, self._laid(grads), aux, after)
 
     def _laid(self, gradients: Sequence[Any]) -> list[Any]:
         """Widens gradients, at least to float32, and lays them as the parameters rest."""
@@ -213,7 +303,7 @@ class Loss:
     def _given(self, leaves: Sequence[Any], rest: Any) -> tuple[Any, ...]:
         """Returns the first arguments of the loss: the model, or the parameters in their form and the rest."""
         if self.is_lazy:
-            rest = Gathered.of(rest, self.placement)
+            rest = _Gathered.of(rest, self.placement)
         if self.takes_form:
             return self.placement.tree(leaves), rest
         return (put_together(rest, self.compute.form.cut_leaves(leaves)),)
@@ -222,25 +312,25 @@ class Loss:
         """Returns the value that the loss returned, and what it returned beside it."""
         aux = after = None
         if self.has_state:
-            result, after = _two(result, "has_state=True", "(value, state)")
+            result, after = _pair_returned(result, "has_state=True", "(value, state)")
             _check_model_state(before, after)
         if self.has_aux:
-            result, aux = _two(result, "has_aux=True", "(value, aux)")
+            result, aux = _pair_returned(result, "has_aux=True", "(value, aux)")
             aux = jax.tree.map(jnp.asarray, aux)
         is_number = is_array(result) and not result.shape and jnp.issubdtype(result.dtype, jnp.floating)
         if is_number or isinstance(result, float):
             return jnp.asarray(result), (aux, after)
         remedy = "Return (value, aux) and pass has_aux=True; or, of a sum and a weight, return the quotient"
-        raise TypeError(f"the loss must return one real number, got {_in_words(result)}. {remedy}")
+        raise TypeError(f"the loss must return one real number, got {_result_in_words(result)}. {remedy}")
 
 
-class Gathered(Restructure[Any]):
+class _Gathered(Restructure[Any]):
     """A `Restructure` over split stacks within a loss: each node is whole from where the loss asks for it."""
 
     placement: Placement
 
     @classmethod
-    def of(cls, restructure: Restructure[Any], placement: Placement) -> "Gathered":
+    def of(cls, restructure: Restructure[Any], placement: Placement) -> "_Gathered":
         """Makes one of the `Restructure` that the state of a step holds."""
         rest, stacks, form, held = halves_of(restructure)
         made = cls(rest, form, held, stacks)
@@ -289,15 +379,15 @@ class Gathered(Restructure[Any]):
         return jax.tree.map(lay, tree)
 
 
-def _flatten(gathered: Gathered) -> Any:
+def _gathered_children(gathered: _Gathered) -> Any:
     rest, stacks, form, held = halves_of(gathered)
     return (rest, stacks), (form, held, gathered.placement)
 
 
 jtu.register_pytree_node(
-    Gathered,
-    _flatten,
-    lambda static, arrays: Gathered.of(Restructure(arrays[0], static[0], static[1], arrays[1]), static[2]),
+    _Gathered,
+    _gathered_children,
+    lambda static, arrays: _Gathered.of(Restructure(arrays[0], static[0], static[1], arrays[1]), static[2]),
 )
 
 
@@ -309,13 +399,13 @@ def _by_columns(stack: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     return PartitionSpec() if axis is None else PartitionSpec(*[None] * (1 + axis), axes.split_entry)
 
 
-def _two(result: Any, option: str, expected: str) -> tuple[Any, Any]:
+def _pair_returned(result: Any, option: str, expected: str) -> tuple[Any, Any]:
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    raise TypeError(f"with {option} the loss must return {expected}, got {_in_words(result)}")
+    raise TypeError(f"with {option} the loss must return {expected}, got {_result_in_words(result)}")
 
 
-def _in_words(result: Any) -> str:
+def _result_in_words(result: Any) -> str:
     return f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
 
 
@@ -330,12 +420,12 @@ def _check_model_state(before: PyTree, after: PyTree) -> None:
         )
 
 
-def _put(leaf: Any, to: NamedSharding) -> Any:
+def _put_where(leaf: Any, to: NamedSharding) -> Any:
     is_value = hasattr(leaf, "dtype") and not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct))
     if not is_value or getattr(leaf, "sharding", None) == to:
         return leaf
     return put_leaf(np.asarray(leaf) if isinstance(leaf, np.generic) else leaf, to, is_own=True)
 
 
-def _named(path: tuple[Any, ...]) -> str:
+def _batch_path(path: tuple[Any, ...]) -> str:
     return f"batch{jtu.keystr(path)}" if path else "the batch"

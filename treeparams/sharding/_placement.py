@@ -1,10 +1,14 @@
-"""Where the parameters of a layout lie on a mesh, in the form of a plan; shared by plans and steps."""
+"""Where the parameters of a layout, trained and frozen, lie on a mesh, and all that an optimiser or an average keeps.
+
+Integers, keys and buffers, such as running statistics, do not count as parameters. They are whole on each device.
+"""
 
 import collections
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -14,18 +18,16 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._forms.block import Block
-from .._forms.form import Form
-from .._forms.makers import stacks_of, tree_of, vector_of
-from .._forms.restructure import Restructure, restructure_over
-from .._slots.index import Slot
+from .._forms.form import Form, stacks_of, tree_of, vector_of
+from .._forms.mesh import MeshAxes
+from .._forms.restructure import Restructure, halves_of, restructure_over
+from .._forms.states import divide
+from .._slots.index import Index, Slot
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
-from .._tree.tables import Table
-from .._tree.text import describe
+from .._tree.declare import holds_buffers
+from .._tree.text import Table, describe
 from .._tree.types import PyTree
-from ._frozen import Frozen, frozen_sources
-from ._owners import entries_of
-from ._put import join_over, put_leaf
 from ._specs import (
     Axes,
     FormName,
@@ -33,15 +35,168 @@ from ._specs import (
     Place,
     Rule,
     Rules,
+    axes_named,
     check_rules,
-    checked,
+    checked_place,
     group_of,
+    join_over,
     matches,
     misfit_in_words,
-    names_of,
+    put_leaf,
     refuse,
     spec_of,
 )
+
+_Make = Callable[[PyTree], PyTree]
+_Entries = list[Any]
+"""The entries of the `PartitionSpec` of an array, one for each axis."""
+
+
+def _entries_at(make: _Make, form: Form, specs: Sequence[PartitionSpec], start: PyTree) -> list[_Entries]:
+    """Finds how each array of `start` lies, which `make` makes from parameters in a form that lies by `specs`.
+
+    Most arrays have the shape of the block that they belong to, and lie as it does. For arrays of another shape (SM3's
+    vectors for each axis, Adafactor's factors), `_ask` finds it out. An array that all parameters share is whole.
+    """
+    arrays = jtu.tree_leaves(start)
+    found: list[_Entries] = [[None] * array.ndim for array in arrays]
+    if not any(map(any, specs)):
+        return found
+    division = divide(make, form, start)
+    if division.problem:
+        raise ValueError(division.problem)
+    block_of = {tuple([form.paths[slot] for slot in slots]): i for i, slots in enumerate(form.members)}
+    unknown: dict[int, int] = {}  # the block of each array that is to be asked for
+    for n, (array, owners) in enumerate(zip(arrays, division.owners, strict=True)):
+        if owners is not None:
+            block = block_of[owners.paths]
+            found[n], is_known = _as_block(array.shape, owners.axis, form.blocks[block], specs[block])
+            unknown |= {} if is_known else {n: block}
+    if unknown:
+        _ask(make, form, specs, start, unknown, found)
+    return found
+
+
+def _as_block(shape: tuple[int, ...], axis: int | None, block: Block, spec: PartitionSpec) -> tuple[_Entries, bool]:
+    """Returns the entries of an array of a block that follow from the block's, and whether they are complete.
+
+    The block's pieces follow one another along `axis`; with `None`, the array belongs to a single parameter.
+    """
+    own = [*spec, *[None] * (len(block.shape) - len(spec))]
+    if axis is None:
+        return (own, True) if shape == block.shape else ([None] * len(shape), not any(own))
+    first, *of_row = own
+    before = [*[None] * axis, first]
+    if shape[axis + 1 :] == block.shape[1:]:
+        return [*before, *of_row], True
+    return [*before, *[None] * (len(shape) - len(before))], not any(of_row)
+
+
+def _ask(
+    make: _Make,
+    form: Form,
+    specs: Sequence[PartitionSpec],
+    start: PyTree,
+    unknown: Mapping[int, int],
+    found: list[_Entries],
+) -> None:
+    """Completes the entries of arrays whose axes are not those of their blocks.
+
+    It doubles the parameters along the axes that are split over given axes of the mesh. Then `make` returns arrays that
+    are doubled along their own such axes. The entry of the axis that joins parameters is known without asking.
+    """
+    # One question for each entry, that is for each set of axes of the mesh, of all blocks at once. A weight of shape
+    # (8, 3) that lies by `P("data")` becomes (16, 3): Adafactor's factor over rows grows from 8 to 16, and the one over
+    # columns stays. Doubled, and not longer by one, since a rule may look at sizes: whether an axis can be divided.
+    pairs, asked = list(zip(form.blocks, specs, strict=True)), set(unknown.values())
+    arrays = jtu.tree_flatten_with_path(start)[0]
+    for entry in dict.fromkeys(entry for i in asked for entry in _within(*pairs[i]) if entry is not None):
+        leaves = [_longer(*pair, entry if i in asked else None) for i, pair in enumerate(pairs)]
+        grown = dict(jtu.tree_flatten_with_path(jax.eval_shape(make, jtu.tree_unflatten(form.treedef, leaves)))[0])
+        for n, (path, array) in enumerate(arrays):
+            if path not in grown or grown[path].ndim != array.ndim:
+                raise ValueError(
+                    f"the state of the rule has another structure for longer parameters, at {jtu.keystr(path)}: the "
+                    "rule looks at the shapes of leaves, but would get parts of them. Let devices own whole rows, "
+                    '"owned" with form="stacks" and optim.per_leaf(tx), or write "whole"'
+                )
+            sizes = zip(array.shape, grown[path].shape, strict=True)
+            # An axis that grows but does not double is one along which parameters are joined, and is not split. If
+            # several axes double because they belong to the same axis, as in a matrix over pairs, one is split.
+            axes = [axis for axis, (size, larger) in enumerate(sizes) if size and larger == 2 * size]
+            if n in unknown and axes:
+                found[n][axes[0]] = entry
+
+
+def _within(block: Block, spec: PartitionSpec) -> _Entries:
+    """Returns the entries of a block, with `None` for the axis along which parameters are joined."""
+    return [*spec] if block.length is None else [None, *spec[1:]]
+
+
+def _longer(block: Block, spec: PartitionSpec, entry: MeshAxes) -> jax.ShapeDtypeStruct:
+    """Returns a block that is twice as long along the axis that is split over the given axes of the mesh."""
+    pairs = itertools.zip_longest(block.shape, _within(block, spec))
+    shape = [2 * size if entry is not None and each == entry else size for size, each in pairs]
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(block.dtype))
+
+
+class _Frozen:
+    """How each frozen parameter is sharded. Static.
+
+    Shardings are kept by path, since models of one layout may differ in which of their frozen arrays are the same
+    object.
+    """
+
+    def __init__(self, index: Index, matched: Mapping[int, Matched], axes: Axes, name: str) -> None:
+        """Applies the rules to the leaves that have one. `name` is the form, as users call it."""
+        leaves, paths = _frozen_leaves(index), index.structure.paths
+        by_alias = {alias.leaf: alias for alias in index.ties}
+        rules = {leaf: matched.get(index.sources.get(leaf, leaf), ("**", "whole")) for leaf in leaves}
+        # An alias is the array of its source. With a transform it is a separate array that follows the same rule.
+        apart = [leaf for leaf in leaves if leaf not in by_alias or by_alias[leaf].transforms]
+        self.rows = list[tuple[Any, Place]]()
+        self._groups = {paths[leaf]: group_of(rule) for leaf, (_, rule) in rules.items()}
+        wrong = list[str]()
+        for leaf, slot in zip(apart, index.described(apart), strict=True):
+            where, rule = rules[leaf]
+            # No update reads a frozen row, so no device need own it: it is split if it can be.
+            problem, place = checked_place(slot.shape, rule, axes, 0 if name == "stacks" else None, name)
+            wrong += [misfit_in_words(slot, where, problem)] if problem else []
+            self.rows.append((slot, place))
+        refuse(wrong)
+        found = {leaf: place.spec for leaf, (_, place) in zip(apart, self.rows, strict=True)}
+        self._specs = {paths[leaf]: found[leaf if leaf in found else index.sources[leaf]] for leaf in leaves}
+
+    def groups_of(self, rest: Rest[Any]) -> list[str]:
+        """Returns the group of each array that is no slot; only arrays of one group may lie in one stack."""
+        return [self._groups.get(path, "whole") for path in kept_arrays(rest)]
+
+    def specs_of(self, rest: Rest[Any]) -> list[PartitionSpec]:
+        """Returns the spec of each array that is no slot, outside stacks."""
+        return [self._specs.get(path, PartitionSpec()) for path in kept_arrays(rest)]
+
+    def specs(self, rest: Rest[Any] | Restructure[Any]) -> Any:
+        """Returns the specs of the arrays that the state of a step holds, as a tree like it."""
+        if isinstance(rest, Rest):
+            return with_kept_arrays(rest, self.specs_of(rest))
+        singles, stacks, form, held = halves_of(rest)
+        own = self.specs_of(singles)
+        left = [None if i in held.locations else spec for i, spec in enumerate(own)]
+        of_stacks = [PartitionSpec(None, *own[rows[0]]) for rows in held.members]
+        return Restructure(with_kept_arrays(singles, left), form, held, type(stacks)(of_stacks))
+
+
+def frozen_sources(index: Index) -> frozenset[int]:
+    """Returns the leaves of frozen parameters that a rule may select, each tie once."""
+    return frozenset(_frozen_leaves(index)).difference(index.sources)
+
+
+def _frozen_leaves(index: Index) -> list[int]:
+    """Returns the leaves of frozen parameters, without buffers."""
+    nodes = [node for node in index.structure.nodes if holds_buffers(node.cls)]
+    buffers = {leaf for node in nodes for leaf in range(node.start, node.stop)}
+    return [leaf for leaf in index.structure.parameters if not index.trained[leaf] and leaf not in buffers]
+
 
 T = TypeVar("T")
 _ALIGNED = 128  # a vector has the same length over 1, 2, ..., 128 devices
@@ -65,12 +220,12 @@ MAKERS: dict[str, Callable[[Layout, int], Form]] = {
 
 def _in_blocks(name: str, layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     rules = [rule for _, rule in matched]
-    names = {each for rule in rules for each in (axes.split if rule == "split" else names_of(rule))}
+    names = {each for rule in rules for each in (axes.split if rule == "split" else axes_named(rule))}
     form = MAKERS[name](layout, math.lcm(_ALIGNED, axes.along(sorted(names))))
     specs, slots, wrong = list[PartitionSpec](), [Place()] * len(rules), list[str]()
     for block, members in zip(form.blocks, form.members, strict=True):
         rule = _one_rule([(layout.slots[slot].path, rules[slot]) for slot in members])
-        problem, place = checked(block.shape, rule, axes, None, name)
+        problem, place = checked_place(block.shape, rule, axes, None, name)
         specs.append(place.spec)
         who = None if block.length is None else f"the {name} ({describe(block)})"
         for slot in members:
@@ -96,7 +251,7 @@ def _in_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     keys = [slot.key for slot in layout.slots]
     owned = collections.Counter(key for key, (_, rule) in zip(keys, matched, strict=True) if rule == "owned")
     found = [
-        checked(slot.shape, rule, axes, owned[slot.key], "stacks")
+        checked_place(slot.shape, rule, axes, owned[slot.key], "stacks")
         for slot, (_, rule) in zip(layout.slots, matched, strict=True)
     ]
     triples = zip(layout.slots, matched, found, strict=True)
@@ -145,7 +300,7 @@ class Placement:
         make = _in_stacks if name == "stacks" else functools.partial(_in_blocks, name)
         found = make(layout, [by_leaf[leaf] for leaf in index.positions], axes)
         self.form, self.specs, self._slots, self.in_update = found
-        self.frozen = Frozen(index, by_leaf, axes, name)
+        self.frozen = _Frozen(index, by_leaf, axes, name)
 
     # -- Shardings
 
@@ -202,7 +357,7 @@ class Placement:
     def made(self, make: Callable[[PyTree], PyTree]) -> PyTree:
         """Returns the tree that `make` makes of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
         start, treedef = jtu.tree_flatten(jax.eval_shape(make, self.form.shapes()))
-        entries = entries_of(make, self.form, self.specs, treedef.unflatten(start))
+        entries = _entries_at(make, self.form, self.specs, treedef.unflatten(start))
         shardings = [self.sharding(spec_of(each)) for each in entries]
         return treedef.unflatten(list(map(put_leaf, start, shardings)))
 
@@ -210,7 +365,7 @@ class Placement:
         """Returns the tree that `make` makes of the parameters while the rule runs: its shapes and its specs."""
         form, specs = self.in_update
         start = jax.eval_shape(make, form.shapes())
-        entries = entries_of(make, form, specs, start)
+        entries = _entries_at(make, form, specs, start)
         return start, jtu.tree_unflatten(jtu.tree_structure(start), list(map(spec_of, entries)))
 
     def laid(self, slots: Sequence[Any]) -> PyTree:
@@ -227,7 +382,7 @@ class Placement:
 
     def check(self, params: PyTree) -> None:
         """Checks that parameters have the form of this plan."""
-        expected, got = (described(tree, _shape_of) for tree in (self.form.shapes(), params))
+        expected, got = (described(tree, _shape_or_type) for tree in (self.form.shapes(), params))
         if expected == got:
             return
         wrong = next((f"{path} ({what})" for path, what in got if (path, what) not in expected), "nothing else")
@@ -282,7 +437,7 @@ class Placement:
         cells = [[slot.path, slot.key, words, f"{size:,}"] for slot, size, words in each]
         table = Table(["path", "key", "lies", "bytes per device"], cells, right=[3])
         shapes = jtu.tree_leaves(self.form.shapes())
-        counts = map(self.axes.along, map(names_of, self.specs))
+        counts = map(self.axes.along, map(axes_named, self.specs))
         local = sum(_bytes(each) // count for each, count in zip(shapes, counts, strict=True))
         local += sum(size for _, size, _ in each[len(self.layout.slots) :])
         frozen = sum(_bytes(slot) for slot, _ in self.frozen.rows)
@@ -303,7 +458,7 @@ def described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:
     return [(jtu.keystr(path), of(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
 
 
-def _shape_of(leaf: object) -> tuple[int, ...] | str:
+def _shape_or_type(leaf: object) -> tuple[int, ...] | str:
     shape = getattr(leaf, "shape", None)
     return type(leaf).__name__ if shape is None else tuple(shape)
 

@@ -1,13 +1,19 @@
-"""From rules over paths to the place of each parameter, checked against its shape and the mesh."""
+"""From rules over paths to the place of each parameter, checked against its shape and the mesh; arrays put there."""
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._slots.index import Index, Slot
-from .._slots.rules import first_entries
+from .._forms.block import Block, cast
+from .._forms.mesh import automatic, lay, over_devices
+from .._slots.index import Index, Slot, first_entries
 from .._slots.where import Where, name_of
 from .._tree.text import describe, first_lines, quoted
 
@@ -43,7 +49,7 @@ class Axes(NamedTuple):
 
     def gathered(self, spec: PartitionSpec) -> PartitionSpec:
         """Returns the spec of an array while a loss reads it: whole along the batch, and else as it is."""
-        kept = [None if {*names_in(entry)} & {*self.batch} else entry for entry in spec]
+        kept = [None if {*_axes_in(entry)} & {*self.batch} else entry for entry in spec]
         return spec_of(kept)
 
 
@@ -62,13 +68,13 @@ class Place(NamedTuple):
 
     def in_words(self, axes: Axes) -> str:
         """Describes the place."""
-        words = as_text(self.spec) if names_of(self.spec) else "whole"
+        words = _axes_as_text(self.spec) if axes_named(self.spec) else "whole"
         rows = f"whole rows over {axes.split_entry!r}"
         return rows if self.is_owned else f"{words}, {rows} in the update" if self.is_lent else words
 
     def devices(self, axes: Axes) -> int:
         """Returns the number of devices that share one such array."""
-        return axes.along([*names_of(self.spec), *(axes.split if self.is_owned else ())])
+        return axes.along([*axes_named(self.spec), *(axes.split if self.is_owned else ())])
 
 
 def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -> Axes:
@@ -79,10 +85,10 @@ def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -
     for name, value in given.items():
         if not (value is None or isinstance(value, str) or all(isinstance(each, str) for each in _sequence(value))):
             raise TypeError(f"{name} must be the name of an axis of the mesh, or a tuple of names, got {value!r}")
-        unknown = [each for each in names_in(value) if each not in mesh.axis_names]
+        unknown = [each for each in _axes_in(value) if each not in mesh.axis_names]
         if unknown:
             raise ValueError(f"{name}: the mesh has no axis {unknown[0]!r}; its axes are {quoted(mesh.axis_names)}")
-    split, batch = names_in(axis), names_in(batch_axis)
+    split, batch = _axes_in(axis), _axes_in(batch_axis)
     if not split and not batch:
         if len(mesh.axis_names) > 1:
             raise ValueError(
@@ -121,14 +127,14 @@ def _sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else [value]
 
 
-def names_in(entry: AxisNames) -> tuple[str, ...]:
+def _axes_in(entry: AxisNames) -> tuple[str, ...]:
     """Returns the axes of the mesh in one entry of a `PartitionSpec`."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def names_of(spec: Rule) -> tuple[str, ...]:
+def axes_named(spec: Rule) -> tuple[str, ...]:
     """Returns the axes of the mesh in all entries of a `PartitionSpec`; a word names none."""
-    return () if isinstance(spec, str) else tuple([name for entry in spec for name in names_in(entry)])
+    return () if isinstance(spec, str) else tuple([name for entry in spec for name in _axes_in(entry)])
 
 
 def check_rules(rules: Rules, axes: Axes) -> None:
@@ -139,7 +145,7 @@ def check_rules(rules: Rules, axes: Axes) -> None:
         if rule not in _WORDS if isinstance(rule, str) else not isinstance(rule, PartitionSpec):
             raise ValueError(f'{name_of(where)}: expected "split", "owned", "whole" or a PartitionSpec, got {rule!r}')
         if isinstance(rule, PartitionSpec) and (problem := next(_problems(rule, axes), "")):
-            raise ValueError(f"{name_of(where)}, {as_text(rule)}: {problem}")
+            raise ValueError(f"{name_of(where)}, {_axes_as_text(rule)}: {problem}")
 
 
 def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
@@ -147,7 +153,7 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
     if any(not isinstance(name, str) for entry in spec if entry is not None for name in _sequence(entry)):
         yield "its entries must be None, the name of an axis of the mesh, or a tuple of names"
         return
-    used = names_of(spec)
+    used = axes_named(spec)
     unknown = [name for name in used if name not in axes.mesh.axis_names]
     if unknown:
         yield f"the mesh has no axis {unknown[0]!r}; its axes are {quoted(axes.mesh.axis_names)}"
@@ -158,7 +164,7 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
     if len(set(used)) < len(used):
         yield "the spec names an axis of the mesh twice"
     for dim, entry in enumerate(spec):
-        if len({name in axes.batch for name in names_in(entry)}) > 1:
+        if len({name in axes.batch for name in _axes_in(entry)}) > 1:
             yield f"axis {dim} is split along the batch and along another axis of the mesh at once"
 
 
@@ -189,7 +195,7 @@ def refuse(wrong: Sequence[str]) -> None:
         raise ValueError(f"some parameters do not fit their rules:\n{first_lines(dict.fromkeys(wrong))}")
 
 
-def checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, Place]:
+def checked_place(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, Place]:
     """Returns the problem of a rule for an array, if there is one, and the place that it gives.
 
     Args:
@@ -229,7 +235,7 @@ def _misfit(spec: PartitionSpec, shape: tuple[int, ...], axes: Axes) -> str:
     """Returns why an array of this shape cannot be sharded by a spec; an empty text if it can."""
     if len(spec) > len(shape):
         return f"the spec has {len(spec)} entries, the array {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s"
-    for dim, devices in enumerate(map(axes.along, map(names_in, spec))):
+    for dim, devices in enumerate(map(axes.along, map(_axes_in, spec))):
         if shape[dim] % devices:
             return f"its axis {dim} of size {shape[dim]} is no multiple of {devices}"
     return ""
@@ -240,7 +246,7 @@ def group_of(rule: Rule) -> str:
     if isinstance(rule, str):
         return rule
     spec = spec_of([*rule])
-    return as_text(spec) if len(spec) else "whole"
+    return _axes_as_text(spec) if len(spec) else "whole"
 
 
 def spec_of(entries: Sequence[Any]) -> PartitionSpec:
@@ -250,10 +256,111 @@ def spec_of(entries: Sequence[Any]) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def as_text(spec: PartitionSpec) -> str:
+def _axes_as_text(spec: PartitionSpec) -> str:
     """Formats a spec in the same way for all versions of JAX.
 
     >>> as_text(PartitionSpec(None, "data"))
     "P(None, 'data')"
     """
     return f"P({', '.join(map(repr, spec))})"
+
+
+# -- Arrays are put in place, whether they are values, traced or shapes; no device ever holds all of them --------------
+
+
+def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: NamedSharding, is_own: bool = False) -> Any:
+    """Places an array on a mesh, in a new buffer unless `is_own` says it has one; a shape gets its sharding."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+        raise ValueError(
+            "an AbstractMesh has no devices, so you can only look at a plan over it; make the mesh with jax.make_mesh, "
+            "or pass jax.ShapeDtypeStructs, as jax.eval_shape returns them"
+        )
+    if isinstance(leaf, Tracer):
+        return lay(leaf, sharding)
+    if isinstance(leaf, np.ndarray):
+        leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if sharding.is_fully_addressable:
+        # Copy first: `device_put` does not copy an array that is already on the device, even with `may_alias=False`.
+        return jax.device_put(leaf if is_own else jnp.copy(leaf), sharding)
+    if not getattr(leaf, "is_fully_addressable", True):
+        return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+    # Over several processes each gives what its own devices have.
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    values = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array
+
+
+# -- Parameters of a traced model --------------------------------------------------------------------------------------
+# An initialiser under `jax.jit` yields one traced array for each slot. If these were concatenated into a result that is
+# split along the same axis, XLA would first gather all of them on each device.
+
+
+def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+    """Joins traced slots into a block that lies over a mesh; the result equals `block.join`, bit for bit."""
+    first, *of_row = [*sharding.spec, None]
+    names = _axes_in(first)
+    mesh, arrays = sharding.mesh, [cast(jnp.asarray(slot), block.dtype) for slot in slots]
+    devices = math.prod(mesh.shape[name] for name in names)
+    if block.length is None or not arrays or devices == 1:
+        # Of rows that are split within, each lies as it will in the stack.
+        its = NamedSharding(mesh, PartitionSpec(*of_row[: block.rank]))
+        rows = [lay(array, its) for array in arrays] if block.rank and any(of_row) else arrays
+        return lay(block.join(rows), sharding)
+    # First each slot is split along one of its axes. Constraints propagate to the code that makes the slot, so that
+    # its random numbers are drawn in parts too.
+    specs = [_split_spec(array.shape, names, devices) for array in arrays]
+    laid = [lay(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
+    f = functools.partial(_share, block, specs, names, devices)
+
+    def run(*laid: jax.Array) -> jax.Array:  # the mesh is asked for within `automatic`, where it is another one
+        return over_devices(f, mesh, tuple(specs), PartitionSpec(first), names)(*laid)
+
+    return automatic(run, sharding, mesh)(*laid)
+
+
+def _split_spec(shape: tuple[int, ...], names: tuple[str, ...], devices: int) -> PartitionSpec:
+    """Returns the spec that splits the first axis that devices can share; of an array without one, whole."""
+    dim = first_divided(shape, devices)
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, names)
+
+
+def _share(
+    block: Block, specs: Sequence[PartitionSpec], names: tuple[str, ...], devices: int, *parts: jax.Array
+) -> jax.Array:
+    """Returns this device's share of a block, from its parts of all slots."""
+    length, *row = block.shape
+    own = jnp.zeros((length // devices, *row), block.dtype)
+    begin = jax.lax.axis_index(names) * own.shape[0]
+    alike: dict[Any, list[int]] = {}
+    for n, (shape, part) in enumerate(zip(block.shapes, parts, strict=True)):
+        if part.size:
+            alike.setdefault((shape, part.shape), []).append(n)
+    for numbers in alike.values():
+        write = functools.partial(_write, names, specs[numbers[0]], begin)
+        # One slot after another. In a loop, since XLA of CPU drops optimization barriers, and then gathers all at once.
+        starts = jnp.asarray([block.starts[n] for n in numbers], begin.dtype)
+        own, _ = jax.lax.scan(write, own, (jnp.stack([parts[n] for n in numbers]), starts))
+    return own
+
+
+def _write(
+    names: tuple[str, ...], spec: PartitionSpec, begin: jax.Array, own: jax.Array, each: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, None]:
+    """Gathers one slot, and writes the part of it that belongs into this device's share, which starts at `begin`."""
+    part, start = each
+    whole = jax.lax.all_gather(part, names, axis=len(spec) - 1, tiled=True) if len(spec) else part
+    return _rows_written(own, whole.reshape(-1, *own.shape[1:]), start - begin), None
+
+
+def _rows_written(own: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+    """Writes rows into an array from `at` on, as far as they overlap; `at` may lie outside of the array."""
+    count = min(len(own), len(rows))
+    start = jnp.clip(at, 0, len(own) - count)
+    numbers = start - at + jnp.arange(count, dtype=at.dtype)
+    overlap = ((numbers >= 0) & (numbers < len(rows))).reshape(-1, *[1] * (own.ndim - 1))
+    values = jnp.take(rows, numbers, axis=0, mode="clip")
+    before = jax.lax.dynamic_slice_in_dim(own, start, count)
+    return jax.lax.dynamic_update_slice_in_dim(own, jnp.where(overlap, values, before), start, 0)

@@ -1,9 +1,14 @@
-"""make_step: one compiled program of value, gradient and update over a mesh."""
+"""make_step: one compiled program of value, gradient and update over a mesh, the same in all processes."""
 
+import concurrent.futures
 import dataclasses
+import difflib
 import functools
+import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar
 
 import jax
@@ -11,13 +16,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._forms.form import Form
 from .._forms.mesh import automatic, lay, mesh_within
-from .._forms.owners import divide
 from .._forms.restructure import Restructure
-from .._forms.states import Copies, entries_of, regroup
+from .._forms.states import Copies, divide, entries_of, regroup
 from .._slots.layout import index_of
 from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
@@ -26,13 +31,101 @@ from ..optim._per_leaf import check_rows
 from ..optim._scaled import check_names
 from ..optim._separability import check_form
 from ..optim._trainable import INSTEAD
-from ._agree import agree, is_shared, surroundings_in_words, values_in_words
-from ._compute import Compute, ComputeDtype
-from ._loss import Loss
+from ._loss import Compute, ComputeDtype, Loss
 from ._placement import Placement, described
-from ._plan import Plan, StepState, check_state, placement_of
-from ._put import put_leaf
-from ._update import Average, Update, sharding_of
+from ._plan import Average, Plan, StepState, Update, check_step_state, placement_of, sharding_of
+from ._specs import put_leaf
+
+_PACKAGES = ("jax", "jaxlib", "optax", "equinox", "treeparams")
+_LINES = 40  # of what differs, at most: a plan may have thousands
+_SHOWN = 8  # elements of an array that are shown; of more, a hash
+
+
+def agree(words: str) -> None:
+    """Checks that all processes have the same text, and raises an error in every process if they differ.
+
+    All processes call it together. The arrays that they exchange have the same shape whatever the texts are, so `agree`
+    cannot hang or mix up data as other collectives do between processes that differ.
+
+    >>> agree("float32[64,64]  split")  # one process agrees with itself
+    """
+    if jax.process_count() > 1:
+        # The caller may be within `jax.jit`, which each thread has for itself.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            thread.submit(_agree, words).result()
+
+
+def _agree(words: str) -> None:
+    text = np.frombuffer(words.encode(), np.uint8)
+    digests = multihost_utils.process_allgather(np.frombuffer(hashlib.sha256(words.encode()).digest(), np.uint8))
+    if (digests == digests[0]).all():
+        return
+    # Only where they differ is all of the text exchanged, padded to one length: a gather needs arrays of one shape.
+    sizes = multihost_utils.process_allgather(np.asarray(text.size, np.int32))
+    padded = np.pad(text, (0, sizes.max() - text.size))
+    rows = zip(multihost_utils.process_allgather(padded), sizes, strict=True)
+    said: dict[str, list[int]] = {}
+    for process, (row, size) in enumerate(rows):
+        said.setdefault(row[:size].tobytes().decode(), []).append(process)
+    # Against what most of them say; among equals, against the first process.
+    (usual, holders), *others = sorted(said.items(), key=lambda item: -len(item[1]))
+    lines = itertools.chain.from_iterable(
+        difflib.unified_diff(
+            usual.split("\n"), other.split("\n"), _listed(holders), _listed(processes), lineterm="", n=0
+        )
+        for other, processes in others
+    )
+    shown = list(itertools.islice(lines, _LINES))
+    more = sum(1 for _ in lines)
+    raise ValueError(
+        "the plans, steps or values differ between the processes; make them from the same model, rules, options and "
+        "seeds in all of them:\n" + "\n".join(shown + [f"... and {more} more lines"] * (more > 0))
+    )
+
+
+def _listed(processes: Sequence[int]) -> str:
+    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
+
+
+# -- What they compare -------------------------------------------------------------------------------------------------
+
+
+def _surroundings_in_words(mesh: Mesh | AbstractMesh) -> str:
+    """Returns the versions of packages, and the devices of a mesh in order."""
+    lines = [f"{name} {getattr(sys.modules.get(name), '__version__', 'of no version')}" for name in _PACKAGES]
+    axes = zip(mesh.shape.items(), mesh.axis_types, strict=True)
+    lines.append("mesh  " + ", ".join(f"{name!r}: {size} {kind.name}" for (name, size), kind in axes))
+    if isinstance(mesh, Mesh) and _is_shared(mesh):
+        lines.append("devices  " + " ".join(str(device.id) for device in mesh.devices.flat))
+    return "\n".join(lines)
+
+
+def _is_shared(mesh: Mesh | AbstractMesh) -> bool:
+    """Returns whether a mesh has devices of other processes. On its own devices a process may train alone."""
+    return isinstance(mesh, Mesh) and any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+
+
+def _values_in_words(tree: PyTree) -> str:
+    """Returns the values of all arrays and numbers of a tree as text; large arrays as a hash."""
+    return "\n".join(f"{jtu.keystr(path)}  {_value(leaf)}" for path, leaf in jtu.tree_flatten_with_path(tree)[0])
+
+
+def _value(leaf: Any) -> str:
+    if isinstance(leaf, (bool, int, float, complex)):
+        return repr(leaf)
+    if not isinstance(leaf, (jax.Array, np.ndarray)) or isinstance(leaf, Tracer):
+        return describe(leaf)
+    if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_replicated and not leaf.is_fully_addressable:
+            return describe(leaf)  # each process has a part of it
+        leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    array = np.asarray(leaf)
+    if array.size <= _SHOWN:
+        return f"{describe(array)} {array.tolist()}"
+    # As JAX has it: NumPy's float64 in one process is the same model as float32 in another.
+    array = np.ascontiguousarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+    return f"{describe(array)} values {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -132,7 +225,7 @@ def make_step(
         TypeError: an argument is not what it should be; `average` does not make a `tp.Ema`; a dtype is not floating.
             `step`: the loss does not take the batch, or does not return a real number.
     """
-    _check_options(loss, tx, plan, {"has_aux": has_aux, "has_state": has_state}, loss_takes)
+    _check_step_options(loss, tx, plan, {"has_aux": has_aux, "has_state": has_state}, loss_takes)
     placement = placement_of(plan)
     compute = Compute.of(placement.layout, placement.form, compute_dtype)
     update = Update.of(tx, placement.layout, placement.in_update[0], average)
@@ -148,7 +241,7 @@ def make_step(
     return step.init, step
 
 
-def _check_options(loss: Any, tx: Any, plan: Any, flags: Mapping[str, Any], loss_takes: Any) -> None:
+def _check_step_options(loss: Any, tx: Any, plan: Any, flags: Mapping[str, Any], loss_takes: Any) -> None:
     if not isinstance(plan, Plan) or not callable(loss) or hasattr(loss, "update"):
         raise TypeError(
             f"expected a loss, an optimiser and a plan, got {', '.join(map(describe, (loss, tx, plan)))}. Write "
@@ -176,8 +269,8 @@ class Step:
     def __call__(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
         """Runs one step. It donates `params` and `state`, so do not use them again."""
         self._check(params, state)
-        if not self._has_agreed and is_shared(self._placement.axes.mesh):
-            agree("\n".join([self._in_words(), values_in_words((params, state))]))
+        if not self._has_agreed and _is_shared(self._placement.axes.mesh):
+            agree("\n".join([self._in_words(), _values_in_words((params, state))]))
         self._has_agreed = True
         return self._compiled(params, state, *self._loss.put(batch))
 
@@ -190,8 +283,8 @@ class Step:
         """Places the parameters of a model on the devices, and makes the first state; `init` of `make_step`."""
         self._check_model(model, model_state)
         placement, parts = self._placement, take_apart(model, self._placement.layout)
-        if is_shared(placement.axes.mesh):
-            agree("\n".join([self._in_words(), values_in_words((model, model_state))]))
+        if _is_shared(placement.axes.mesh):
+            agree("\n".join([self._in_words(), _values_in_words((model, model_state))]))
         lay_rest = placement.restructure if self._loss.takes_restructure else placement.put_rest
         params, rest = placement.laid(parts.slots), lay_rest(parts.rest)
         is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
@@ -307,7 +400,7 @@ class Step:
         """Checks what `jax.jit` would say nothing of, or too much; each call of a step comes by here."""
         leaves, treedef = jtu.tree_flatten(params)
         first: Any = leaves[0] if leaves else None
-        check_state(self._placement, state)
+        check_step_state(self._placement, state)
         # JAX, when run over several devices of a CPU, ends the process without a word.
         if isinstance(first, jax.Array) and not isinstance(first, Tracer) and first.is_deleted():
             raise ValueError(
@@ -332,7 +425,7 @@ class Step:
         kept = [f"state{path}  {spec}" for path, spec in described(self._kept, describe)]
         shapes, value = self._placement.shapes(), jax.ShapeDtypeStruct((), np.float32, sharding=self._placement.whole)
         update = jax.jit(self._updated).lower(shapes, shapes, self._kept[0], value).as_text()
-        around = surroundings_in_words(self._placement.axes.mesh)
+        around = _surroundings_in_words(self._placement.axes.mesh)
         return "\n".join([self._placement.in_words(), *kept, self._loss.in_words, around, update])
 
 
