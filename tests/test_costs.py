@@ -11,8 +11,8 @@ import pytest
 # classes that have been met, the third has been met itself.
 CODE = """
 import gc, json, os, sys
-import jax, jax.numpy as jnp, optax, treeparams as tp
-from treeparams import optim
+import jax, jax.numpy as jnp, optax, tempfile, treeparams as tp
+from treeparams import optim, saving
 
 HERE = os.path.dirname(tp.__file__)
 
@@ -46,6 +46,21 @@ def of_optim():  # of two arrays: what is straight, and how far a thaw goes
         found[f"first init, {form}"] = calls(lambda: optim.trainable(optax.adam(1e-3), form=form).init(pair))
     return found
 
+def of_saving():  # of two arrays, and of their state
+    pair, new = ({name: jnp.ones(2 + i) for i, name in enumerate(names)} for names in ("ab", "cd"))
+    path, tx = os.path.join(tempfile.mkdtemp(), "run"), optim.trainable(optax.adam(1e-3))
+    state, like, plans = tx.init(pair), tx.init(new), []
+    for _ in range(2):
+        found = {
+            "save": calls(lambda: saving.save(path, pair)),
+            "load": calls(lambda: saving.load(path, pair)),
+            "save, state": calls(lambda: saving.save(path, state)),
+            "load, state": calls(lambda: saving.load(path, state)),
+            "plan": calls(lambda: plans.append(saving.plan(pair, new, rename={"a": "c", "b": "d"}))),
+            "Plan.state": calls(lambda: plans[-1].state(state, like)),
+        }
+    return found
+
 def of_all(leaves):
     net = {f"{i:02}": jnp.ones((2, 2) if i % 2 else 2) for i in range(leaves)} | {"name": "net"}
     loss = lambda net: sum(jnp.sum(leaf) for name, leaf in net.items() if name != "name")
@@ -70,7 +85,7 @@ def of_all(leaves):
 
 of_all(4)
 (first, few), (_, many) = of_all(8), of_all(48)
-print(json.dumps({"few": few | {"layout, first time": first} | of_optim(), "many": many}))
+print(json.dumps({"few": few | {"layout, first time": first} | of_optim() | of_saving(), "many": many}))
 """
 
 # Twice of what the calls took when they were first counted: no more than that, for code that reads better.
@@ -80,6 +95,7 @@ LIMITS |= {f"jit of {name}": 90 for name in ("state", "Ema", "Rest")}
 # In how many files, as it is: whoever follows a call reads no more of them.
 FILES = {"layout, first time": 13, "grad": 7, "ravel": 9, "partition": 6, "step": 13}
 OF_OPTIM = {"update": 55, "step": 85, "set_trainable": 250, "first init, vector": 9200, "first init, stacks": 9200}
+OF_SAVING = {"save": 90, "load": 104, "save, state": 220, "load, state": 340, "plan": 200, "Plan.state": 250}
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +105,10 @@ def found():
     return json.loads(printed)
 
 
-@pytest.mark.parametrize("verb", LIMITS | OF_OPTIM)
+@pytest.mark.parametrize("verb", LIMITS | OF_OPTIM | OF_SAVING)
 def test_a_call_is_short_to_follow(found, verb):
     calls, files = found["few"][verb]
-    assert calls <= (LIMITS | OF_OPTIM)[verb]
+    assert calls <= (LIMITS | OF_OPTIM | OF_SAVING)[verb]
     assert files <= FILES.get(verb, files)
 
 

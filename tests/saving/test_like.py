@@ -6,11 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import treeparams as tp
-from treeparams import saving
+from treeparams import optim, saving
 from treeparams._files.file import File
 from treeparams._files.source import OnDisk
 
@@ -271,3 +272,43 @@ def test_a_part_of_a_file(path):
         saving.plan(path, {"w": ramp(2)})
     with pytest.raises(TypeError, match="'' is a mapping and not a pytree, so none of its arrays would be saved"):
         saving.save(path, saving.names(path))
+
+
+ROWS = {
+    "groups": optim.groups({"body": optax.adam(0.1), "head": optax.sgd(0.1, momentum=0.9)}),
+    "one group keeps nothing": optim.groups({"body": optax.adam(0.1), "head": optax.sgd(0.1)}),
+}
+PARTS = ROWS | {
+    "masked": optax.masked(optax.trace(0.9), lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)),
+    "muon": optax.contrib.muon(0.1),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("name", "form"), [*((name, "tree") for name in PARTS), *((name, "stacks") for name in ROWS)])
+@pytest.mark.parametrize("waits", ["head", "body", "body.v"])
+def test_parts_of_a_rule_of_which_one_waits(name, form, waits, tmp_path):
+    """A part has nodes without arrays for the parameters of the others, and none for those that wait."""
+    model = {"body": {"w": jnp.ones((2, 2)), "v": jnp.ones(3)}, "head": {"w": jnp.ones(3)}}
+    renamed = {"trunk": model["body"], "head": model["head"]}
+    tx = optim.trainable(PARTS[name], form=form)
+    model, state = optim.step(tx, jax.tree.map(jnp.ones_like, model), tx.init(model), model)
+    state = optim.set_trainable(tx, state, model, tp.layout(model, freeze=waits))
+    saving.save(tmp_path / "run.safetensors", state)
+    loaded = saving.load(tmp_path / "run.safetensors", tx.init(model))
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    carried = saving.plan(model, model).state(saving.names(tmp_path / "run.safetensors"), tx.init(model))
+    grads = jax.tree.map(jnp.ones_like, model)
+    want = optim.step(tx, grads, state, model)
+    for each in (loaded, carried):
+        got = optim.step(tx, grads, each, model)
+        assert not tp.diff(got[0], want[0])
+        assert not tp.diff(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]))
+        assert not tp.diff(optim.set_trainable(tx, got[1], model), optim.set_trainable(tx, want[1], model))
+    if name == "groups":
+        rules = optim.groups({"trunk": optax.adam(0.1), "head": optax.sgd(0.1, momentum=0.9)})
+        after = optim.trainable(rules, form=form)
+        plan = saving.plan(model, renamed, rename={"body.**": "trunk.**"})
+        there = plan.state(state, after.init(renamed))
+        got = optim.step(after, jax.tree.map(jnp.ones_like, renamed), there, plan(model))
+        assert not tp.diff(got[0], plan(want[0]))

@@ -1,15 +1,18 @@
 """plan.average, and which functions may carry what is kept beside parameters: those that only move elements."""
 
+import dataclasses
+
 import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import treeparams as tp
-from treeparams import saving
+from treeparams import optim, saving
 
 from ..zoo import assert_same, ramp
 from .test_plan import row
@@ -128,45 +131,48 @@ def test_movers_that_say_by_arrays_where_elements_go(function):
     np.testing.assert_array_equal(got["w"], want)
 
 
-NO_MOVERS = {
-    "places that depend on values": lambda x: x[jnp.argsort(x)],
+# An average follows these, and moments do not, or only where the elements are that they move.
+AFFINE = {
     "out of bounds": lambda x: jnp.take(x, jnp.array([0, 7])),
-    "scanned": lambda x: jax.lax.scan(lambda total, each: (total + each, total), 0.0, x)[1],
     "scaling": lambda x: 2 * x,
     "sign": jnp.negative,
-    "square of one": lambda x: (x * x)[:1],
     "sum": lambda x: x + x[::-1],
     "total": lambda x: jnp.sum(x, keepdims=True),
     "mean of one": lambda x: x[:1] * 0.5 + x[1:2] * 0.5,
-    "sort": jnp.sort,
-    "shift": lambda x: x + 1,
-    "padding with ones": lambda x: jnp.pad(x, 1, constant_values=1),
     "padding with its edge": lambda x: jnp.pad(x, 1, mode="edge"),
-    "constant": jnp.ones_like,
     "tiling": lambda x: jnp.tile(x, 2),
     "mean": lambda x: (x + x[::-1]) / 2,
-    "median": lambda x: jnp.median(jnp.stack([x, x[::-1]]), axis=0),
-    "clip": lambda x: jnp.clip(x, -1e6, 1e6),
-    "bounds": lambda x: jnp.clip(x, -1e18, 1e18),
-    "size": jnp.abs,
-    "threshold": lambda x: jnp.where(jnp.abs(x) > 1e-8, x, 0),
-    "no zeros": lambda x: jnp.where(x == 0, 1e-8, x),
-    "unit size": lambda x: x / jnp.max(jnp.abs(x)),
-    "ranks": lambda x: jnp.argsort(x).astype(x.dtype),
     "a little": lambda x: x + 1e-6 * x[::-1],
-    "mask by values": lambda x: jnp.where(x > 0, x, 0),
-    "branch by values": lambda x: jax.lax.cond(x[0] > 0, lambda: x, lambda: x[::-1]),
-    "mask with a value": lambda x: jnp.where(np.arange(3) > 1, x, 7),
     "half a mask": lambda x: x * np.float32([1, 0.5, 1]),
-    "put twice": lambda x: jnp.asarray(x).at[jnp.array([0, 0])].set(x[1:]),
     "whole sum": lambda x: jnp.zeros(3).at[jnp.array([0, 0, 1])].add(x),
     "twice": lambda x: jnp.concatenate([x, x[:1]]),
-    "positive part": jax.nn.relu,
-    "rounding": jnp.round,
-    "index": lambda x: jnp.arange(x.size, dtype=x.dtype),
-    "whole numbers": lambda x: x.astype(jnp.int32).astype(x.dtype),
     "less zero times it": lambda x: x - 0 * x,
     "moves that cancel": lambda x: x + x[::-1] - x,
+    "of rows and columns": lambda x: x[:1] + x[1:] - 2 * x[:1],
+}
+GROWING = {
+    "concatenated": lambda x: jnp.concatenate([x, jnp.full((2,), 7, x.dtype)]),
+    "padded": lambda x: jnp.pad(x, (0, 2), constant_values=1),
+    "set": lambda x: jnp.zeros(5).at[:3].set(x),
+    "updated": lambda x: jax.lax.dynamic_update_slice(jnp.ones(5), x, (0,)),
+    "added": lambda x: jnp.pad(x, (0, 2)) + 1,
+    "masked": lambda x: jnp.where(np.arange(5) < 3, jnp.pad(x, (0, 2)), 7),
+}
+NOT_AFFINE = {
+    "places that depend on values": lambda x: x[jnp.argsort(x)],
+    "scanned": lambda x: jax.lax.scan(lambda total, each: (total + each, total), 0.0, x)[1],
+    "square of one": lambda x: (x * x)[:1],
+    "sort": jnp.sort,
+    "median": lambda x: jnp.median(jnp.stack([x, x[::-1]]), axis=0),
+    "clip": lambda x: jnp.clip(x, -1e6, 1e6),
+    "size": jnp.abs,
+    "threshold": lambda x: jnp.where(jnp.abs(x) > 1e-8, x, 0),
+    "unit size": lambda x: x / jnp.max(jnp.abs(x)),
+    "ranks": lambda x: jnp.argsort(x).astype(x.dtype),
+    "branch by values": lambda x: jax.lax.cond(x[0] > 0, lambda: x, lambda: x[::-1]),
+    "positive part": jax.nn.relu,
+    "rounding": jnp.round,
+    "whole numbers": lambda x: x.astype(jnp.int32).astype(x.dtype),
     # These move elements, and nobody reads it from their programs.
     "finite": jnp.nan_to_num,
     "scanned rows": lambda x: jax.lax.scan(lambda _, row: (None, row), None, x)[1],
@@ -174,31 +180,82 @@ NO_MOVERS = {
 }
 
 
-@pytest.mark.parametrize("function", NO_MOVERS.values(), ids=NO_MOVERS.keys())
-def test_what_is_no_mover_is_refused_for_averages_alone(function):
-    values = {"w": np.float32([-0.5, 3.25, 1.0])}
-    target = {"w": jnp.zeros(jax.eval_shape(function, values["w"]).shape)}
+def _plan_of(function, values):
+    target = {"w": jnp.zeros(jax.eval_shape(function, jnp.asarray(values["w"])).shape)}
     plan = saving.plan(values, target, transform={"w": function})
     np.testing.assert_array_equal(plan(values)["w"], function(jnp.asarray(values["w"])))
-    message = (
-        r"moments and averages can follow a function that moves, .* from \['w'\] to \['w'\], changes or repeats them"
-    )
+    return plan, target
+
+
+_MOMENTUM = optim.trainable(optax.sgd(0.1, momentum=0.9))
+
+
+def _carried(plan, values, target):
+    """A state in which the moment is this number and count, and what the fresh one begins with."""
+    tx = _MOMENTUM
+    state = jax.tree.map(lambda x: jnp.asarray(values["w"]) if x.shape == values["w"].shape else x, tx.init(values))
+    like = jax.tree.map(lambda x: x - 5 if jnp.issubdtype(x.dtype, jnp.floating) else x, tx.init(target))
+    return plan.state(state, like).runs[0][0].trace["w"]
+
+
+@pytest.mark.parametrize("function", AFFINE.values(), ids=AFFINE.keys())
+def test_averages_follow_affine_functions_and_moments_do_not(function):
+    values = {"w": np.float32([-0.5, 3.25, 1.0])}
+    plan, target = _plan_of(function, values)
+    ema = tp.Ema(values, decay=0.75, debias=True)
+    for factor in (2, -3):
+        ema = ema.update({"w": values["w"] ** 2 * factor})
+    want = function(ema.shadow["w"])
+    np.testing.assert_allclose(plan.average(ema, tp.Ema(target, 0.75, debias=True)).shadow["w"], want, rtol=1e-6)
+    np.testing.assert_allclose(plan.average(values)["w"], function(jnp.asarray(values["w"])), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"moments can follow .* from \['w'\] to \['w'\], changes or repeats them"):
+        _carried(plan, values, target)
+
+
+@pytest.mark.parametrize("function", GROWING.values(), ids=GROWING.keys())
+def test_what_grows_begins_where_constants_are(function):
+    """A vocabulary with new tokens: averages have the constants, and moments begin as those of the fresh state."""
+    values = {"w": np.float32([-0.5, 3.25, 1.0])}
+    plan, target = _plan_of(function, values)
+    got = plan.average(_shadows(values), tp.Ema(target, 0.9)).shadow["w"]
+    np.testing.assert_array_equal(got, function(jnp.asarray(values["w"])))
+    np.testing.assert_array_equal(_carried(plan, values, target), [*values["w"], -5, -5])
+
+
+@pytest.mark.parametrize("function", [jnp.ones_like, lambda x: jnp.arange(x.size, dtype=x.dtype)])
+def test_constants_alone(function):
+    values = {"w": np.float32([-0.5, 3.25, 1.0])}
+    plan, target = _plan_of(function, values)
+    np.testing.assert_array_equal(plan.average(values)["w"], target["w"] + function(values["w"]))
+    np.testing.assert_array_equal(_carried(plan, values, target), [-5, -5, -5])
+
+
+@pytest.mark.parametrize("function", NOT_AFFINE.values(), ids=NOT_AFFINE.keys())
+def test_what_is_not_affine_is_refused_for_averages_alone(function):
+    values = {"w": np.float32([-0.5, 3.25, 1.0])}
+    plan, target = _plan_of(function, values)
+    message = r"averages can follow sums, .* from \['w'\] to \['w'\], is not affine"
     for average in (lambda: plan.average(values), lambda: plan.average(_shadows(values), tp.Ema(target, 0.9))):
         with pytest.raises(ValueError, match=message):
             average()
+    with pytest.raises(ValueError, match=r"moments can follow .*, changes or repeats them"):
+        _carried(plan, values, target)
 
 
 def test_more_elements_than_memory_holds():
     """Where each operation moves a whole array, that is seen without numbers; where not, it is refused."""
     many = {"w": jax.ShapeDtypeStruct((2**16, 2**15 + 1), np.float32)}
-    plan = saving.plan(many, many, transform={"w": lambda x: jnp.roll(x, 1)})
-    with pytest.raises(ValueError, match=r"\['w'\] to .* is of 2,147,549,184 elements, and .*each array.*fresh state"):
-        plan.average(many)
     wide, narrow = ({"w": jax.ShapeDtypeStruct(shape, np.float32)} for shape in ((2, 2**30 + 1), (2**30 + 1, 2)))
     turned = jax.jit(lambda x: jnp.stack(jnp.split(x, 2), -1)[0])
-    for function in (jnp.transpose, turned):
-        with pytest.raises(ValueError, match=r"like has float32\[1\] at"):
-            saving.plan(wide, narrow, transform={"w": function}).average(_shadows(wide), tp.Ema({"w": ramp(1)}, 0.5))
+    for source, target, function, message in (
+        (many, many, lambda x: jnp.roll(x, 1), r"\['w'\] to .* is of 2,147,549,184 elements, and .*each array.*fresh"),
+        (wide, narrow, jnp.transpose, "the state has no values at"),
+        (wide, narrow, turned, "the state has no values at"),
+    ):
+        plan = saving.plan(source, target, transform={"w": function})
+        state, like = (jax.eval_shape(_MOMENTUM.init, each) for each in (source, target))
+        with pytest.raises(ValueError, match=message):
+            plan.state(dataclasses.replace(state, counts=(np.array(0, np.int32),)), like)
 
 
 # Each composition of these is of a matrix of four rows and columns, and gives one.
@@ -217,7 +274,6 @@ _MOVES = {
 }
 _CHANGES = {
     "scale": lambda x: 2 * x,
-    "shift": lambda x: x + 1,
     "clip": lambda x: jnp.clip(x, -1e6, 1e6),
     "abs": jnp.abs,
     "relu": jax.nn.relu,
@@ -264,7 +320,7 @@ def test_one_change_among_moves_is_refused(names, change, at):
     function = _composed([*names[:at], change, *names[at:]])
     plan = saving.plan({"w": row(4, 4)}, {"w": ramp(4, 4)}, transform={"w": function})
     with pytest.raises(ValueError, match="changes or repeats them"):
-        plan.average({"w": row(4, 4)})
+        _carried(plan, {"w": row(4, 4)}, {"w": ramp(4, 4)})
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (0, 3), (300, 256), (1030, 1024)])
@@ -280,7 +336,7 @@ def test_sizes_of_one_to_three_digits(shape):
     changes += [lambda x: x[:1] + x[:, :1] - x[:1, :1]] if shape == (300, 256) else []
     for change in changes:
         with pytest.raises(ValueError, match="changes or repeats them"):
-            saving.plan(source, source, transform={"w": change}).average(source)
+            _carried(saving.plan(source, source, transform={"w": change}), source, source)
 
 
 def test_arrays_that_are_no_parameters_beside_those_that_are():
@@ -308,26 +364,29 @@ def test_arrays_that_are_no_parameters_beside_those_that_are():
         lambda w, n, on, key: jax.random.permutation(key, w).T,
     ):
         plan = plan_of(lambda w, n, on, key, place=place: (place(w, n, on, key), n, on, key))
-        with pytest.raises(ValueError, match="changes or repeats them"):
+        with pytest.raises(ValueError, match="is not affine"):
             plan.average(average)
 
 
 def test_more_that_is_no_mover():
     pair = {"a": row(3), "b": row(3)}
-    for function in (jnp.add, lambda a, b: jnp.where(a > 1, a, b)):
-        plan = saving.plan(pair, {"c": ramp(3)}, rename={("a", "b"): "c"}, transform={("a", "b"): function})
-        with pytest.raises(ValueError, match="changes or repeats them"):
-            plan.average(pair)
+    plan = saving.plan(pair, {"c": ramp(3)}, rename={("a", "b"): "c"}, transform={("a", "b"): jnp.add})
+    np.testing.assert_array_equal(plan.average(_shadows(pair), tp.Ema({"c": ramp(3)}, 0.9)).shadow["c"], 2 * row(3))
+    choice = lambda a, b: jnp.where(a > 1, a, b)
+    plan = saving.plan(pair, {"c": ramp(3)}, rename={("a", "b"): "c"}, transform={("a", "b"): choice})
+    with pytest.raises(ValueError, match="is not affine"):
+        plan.average(pair)
     values = {"z": np.complex64([1 + 2j, 3])}
     swapped = lambda z: jax.lax.complex(z.imag, z.real)
-    for function in (jnp.conj, lambda z: z * 1j, lambda z: z.real.astype(z.dtype), swapped):
-        with pytest.raises(ValueError, match="changes or repeats them"):
+    for function in (lambda z: z.real.astype(z.dtype), swapped):
+        with pytest.raises(ValueError, match="is not affine"):
             saving.plan(values, values, transform={"z": function}).average(values)
-    for harmless in (lambda z: z + 0, lambda z: z * 1, jnp.positive):
-        assert_same(saving.plan(values, values, transform={"z": harmless}).average(values), values)
+    for function in (jnp.conj, lambda z: z * 1j, lambda z: z + 0, lambda z: z * 1, jnp.positive):
+        got = saving.plan(values, values, transform={"z": function}).average(values)
+        np.testing.assert_array_equal(got["z"], function(values["z"]))
     ints = {"n": row(3, dtype=np.int32), "w": row(2)}  # integers are no parameters, and no average is taken of them
     scaled = {"rename": {("n", "w"): "w"}, "transform": {("n", "w"): lambda n, w: w * n[:2]}}
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match="changes or repeats them"):
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match="is not affine"):
         saving.plan(ints, {"w": ramp(2)}, **scaled).average(ints)
     assert saving.plan(ints, ints, transform={"n": lambda n: 2 * n}).average(ints)["n"].tolist() == [0, 2, 4]
 
@@ -432,8 +491,29 @@ def test_averages_within_jit_and_of_another_model():
     ):
         with pytest.raises(ValueError, match=message):
             plan.average(tp.Ema(values, 0.5), tp.Ema(target | other, 0.5))
-    with pytest.raises(ValueError, match=r"of 'w' is float32\[2,2\], but the plan's source has float32\[4,4\]"):
+    with pytest.raises(ValueError, match=r"expected float32\[4,4\] at 'w', .* got float32\[2,2\]"):
         plan.average(tp.Ema({"w": ramp(2, 2)}, 0.5), tp.Ema(target, 0.5))
+
+
+def test_an_average_of_a_larger_model_is_refused_as_its_state_is(tmp_path):
+    """A strict plan drops nothing in silence, for the model, its state and its average; one that is not strict may."""
+    small = {"layers": [ramp(2) for _ in range(12)]}
+    large = {"layers": [ramp(2) + i for i in range(16)]}
+    tx, ema = _MOMENTUM, tp.Ema(large, 0.5)
+    saving.save(tmp_path / "run.safetensors", {"average": ema, "state": tx.init(large)})
+    plan, lax = (saving.plan(small, small, strict=strict) for strict in (True, False))
+    names = lambda item: saving.names(tmp_path / "run.safetensors", item)
+    for call in (
+        lambda plan: plan(large),
+        lambda plan: plan.state(tx.init(large), tx.init(small)),
+        lambda plan: plan.state(names("state"), tx.init(small)),
+        lambda plan: plan.average(ema, tp.Ema(small, 0.5)),
+        lambda plan: plan.average(names("average"), tp.Ema(small, 0.5)),
+        lambda plan: plan.average(large),
+    ):
+        with pytest.raises(ValueError, match=r"the plan does not know 'layers\.12', .*, which would be lost"):
+            call(plan)
+        assert call(lax) is not None
 
 
 @pytest.mark.usefixtures("without_type_checks")
@@ -444,9 +524,9 @@ def test_errors_of_averages():
         plan.average(ema, model)
     with pytest.raises(ValueError, match=r"expected a tp\.Ema, or the names of one, .*; got names such as w"):
         plan.average(model, ema)
-    with pytest.raises(ValueError, match=r"the average has no array for 'w'; nearest: 'shadow\.v'"):
+    with pytest.raises(ValueError, match=r"expected float32\[2\] at 'w', .*, got nothing; nearest: 'v'"):
         plan.average(tp.Ema({"v": ramp(2)}, 0.5), ema)
-    with pytest.raises(ValueError, match=r"the average of 'w' is .*, but like has float32"):
+    with pytest.raises(ValueError, match=r"expected float32\[2\] at 'w', .* got float32\[3\]"):
         plan.average(tp.Ema({"w": ramp(3)}, 0.5), ema)
     with pytest.raises(TypeError, match=r"the source is a tp.Ema, so pass a fresh one .*: like=tp.Ema\("):
         plan.average(ema)

@@ -88,9 +88,7 @@ def test_groups_that_are_new_dropped_merged_or_of_another_rule():
     two.runs[0].inner_states["head"].inner_state[0].count[...] = 5
     with pytest.raises(ValueError, match=r"inner_states\.body\.inner_state\.0\.count' and .*head.*, which differ, but"):
         saving.plan(_BEFORE, _BEFORE).state(two, fresh(_in({"**": _ADAM}), _BEFORE))
-    with pytest.raises(
-        ValueError, match=r"no place: it was made by another transformation, or a parameter is now in another group"
-    ):
+    with pytest.raises(ValueError, match="made by another transformation, or a parameter is now in another group"):
         saving.plan(_BEFORE, _BEFORE).state(state, fresh(_in({"body": _MOMENTUM, "head": _ADAM}), _BEFORE))
 
 
@@ -99,13 +97,13 @@ def test_groups_that_keep_nothing_of_parameters():
     state = taken(fresh(_in({"body": _ADAM, "head": schedule}), _BEFORE))
     new = {"body": _BEFORE["body"], "tail": _BEFORE["head"]}
     plan = saving.plan(_BEFORE, new, rename={"head.**": "tail.**"})
-    carried = plan.state(state, fresh(_in({"body": _ADAM, "tail": schedule}), new))  # the only one that is no more
-    assert_same(jax.tree.leaves(carried), jax.tree.leaves(state))
+    with pytest.raises(ValueError, match=r"'tail' keeps no array of a parameter, .* was head;"):
+        plan.state(state, fresh(_in({"body": _ADAM, "tail": schedule}), new))
     names = {"body": "trunk", "head": "tail"}
     renamed = {names[name]: its for name, its in _BEFORE.items()}
     plan = saving.plan(_BEFORE, renamed, rename={f"{old}.**": f"{new}.**" for old, new in names.items()})
     state = taken(fresh(_in(dict.fromkeys(names, schedule)), _BEFORE))
-    with pytest.raises(ValueError, match=r"the state has nothing at 'inner_states\.t.*count', which a fresh state has"):
+    with pytest.raises(ValueError, match=r"'t\w+' keeps no array of a parameter, .* was \w+, \w+;"):
         plan.state(state, fresh(_in(dict.fromkeys(names.values(), schedule)), renamed))
 
 
@@ -152,7 +150,7 @@ REFUSED = {
         {"0": "0.*"},
         None,
         [[ramp(3), ramp(3)]],
-        r"place: '0\.\d' is made by unstack, and the rule keeps other",
+        r"'0\.0' is made of \['0'\] by unstack, but .* parameters' shapes",
     ),
     "transposed factors": (
         _FACTORS,

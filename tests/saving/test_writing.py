@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from treeparams import saving
-from treeparams._files import file as files, replacement
+from treeparams._files import file as files, source as replacement
 
 from .test_faults import tree_of
 
@@ -58,20 +58,22 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, call):
         assert (saving.load(path, tree_of(0))["first"] == 1).all()
 
 
-def test_a_file_system_without_locks_or_without_fsync_of_folders(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
+@pytest.mark.parametrize("can_list", [True, False])
+def test_a_file_system_without_locks_without_fsync_or_without_lists(tmp_path, monkeypatch, can_list):
+    def failing(number):
+        def fails(*_, **__):
+            raise OSError(number, os.strerror(number))
 
-    fsync = os.fsync
+        return fails
 
-    def no_folders(descriptor):
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        fsync(descriptor)
-
-    monkeypatch.setattr(replacement.fcntl, "flock", no_locks)
-    monkeypatch.setattr(os, "fsync", no_folders)
+    opened, denied = os.open, failing(errno.EACCES)
+    monkeypatch.setattr(replacement.fcntl, "flock", failing(errno.ENOSYS))
+    monkeypatch.setattr(os, "fsync", failing(errno.EINVAL))
+    if not can_list:
+        monkeypatch.setattr(os, "listdir", denied)
+        monkeypatch.setattr(os, "open", lambda path, *args: (denied if os.path.isdir(path) else opened)(path, *args))
     saving.save(tmp_path / "m", tree_of(1))
+    monkeypatch.undo()
     assert (saving.load(tmp_path / "m", tree_of(0))["first"] == 1).all()
     assert names_in(tmp_path) == ["m"]
 

@@ -15,9 +15,8 @@ from .._tree.structure import Spec
 from .._tree.text import in_short
 from .arrays import Inventory, decode, decoded_kind, pieces_of, specs_of
 from .format import SMALL, Header, Stored, header_text, in_order, prefixed, read_header
-from .replacement import replacing
-from .source import PIECE, FilePath, OnDisk, Source, as_text, crc32
-from .words import are_right
+from .source import PIECE, FilePath, OnDisk, Source, as_text, crc32, replacing
+from .values import are_right
 
 PREFIX = "treeparams."
 """Names in the metadata of a file that begin with this are reserved for this library."""
@@ -53,7 +52,7 @@ class File:
             raise
         self.metadata = {name: text for name, text in header.metadata.items() if not name.startswith(PREFIX)}
         self.is_ours = len(self.metadata) < len(header.metadata)
-        self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}}
+        self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}, "values": {}}
         self._said = ""  # the checksums of all arrays
         if self.is_ours:
             self.words = _words(source, header)
@@ -228,7 +227,7 @@ def _words(source: Source, header: Header) -> dict[str, Any]:
     if not header.text.startswith(_START) or not is_whole:
         raise source.wrong("its header has another checksum than when it was saved")
     try:
-        words = json.loads(header.metadata[_WORDS])
+        words = {"values": {}} | json.loads(header.metadata[_WORDS])
         version = words["version"]
         is_right = version != _VERSION or (
             are_right(words, header.arrays.keys())

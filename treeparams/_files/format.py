@@ -90,11 +90,12 @@ class Header(NamedTuple):
 def read_header(source: Source) -> Header:
     """Reads the header of a file, and checks that it is consistent, also with the number of bytes."""
     size = source.size
-    length = int.from_bytes(source.read(0, min(_PREFIX, size))[0].tobytes(), "little")
+    start = source.read(0, min(SMALL, size))[0].tobytes()
+    length = int.from_bytes(start[:_PREFIX], "little")
     if size < _PREFIX or length > min(size - _PREFIX, _LONGEST):
         raise source.wrong(f"its header is said to have {length:,} bytes, and the {source.noun} has {size:,}")
     first = _PREFIX + length
-    text = source.read(_PREFIX, first)[0].tobytes()
+    text = start[_PREFIX:first] if first <= len(start) else source.read(_PREFIX, first)[0].tobytes()
     try:
         arrays, metadata = _parsed(text.decode())
     except UnicodeDecodeError as error:
@@ -146,7 +147,7 @@ _remembered = functools.lru_cache(maxsize=8)(_entries)
 
 
 def _as_metadata(said: object) -> dict[str, str]:
-    if type(said) is not _Object or not all(isinstance(value, str) for _, value in said.pairs):
+    if type(said) is not _Object or not {str} >= {type(value) for _, value in said.pairs}:
         raise ValueError("its metadata are not a dictionary of texts")
     return _distinct(said.pairs)
 

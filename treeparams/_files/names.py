@@ -1,9 +1,10 @@
 """Named arrays, each read when you access it; and names as files spell them."""
 
 import collections
+import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._tree.paths import join_path, nearest, quote, split_path, unquote
@@ -11,7 +12,6 @@ from .._tree.structure import Spec
 from .._tree.text import describe, first_few, in_short
 from .file import File, file_at
 from .values import Value, from_words
-from .words import values_in
 
 _INDEX = ".safetensors.index.json"  # Hugging Face's list of the files that a checkpoint is in
 
@@ -67,11 +67,13 @@ def heads_of(names: Collection[str], among: Collection[str]) -> list[str]:
     return [head for head in heads if names and all(f"{head}.{name}" in among for name in names)]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Names(Mapping[str, Any]):
     """Named arrays, each read when you access it.
 
     Attributes:
         specs: the shape and the dtype in JAX for each name, including further names of an array.
+        read: returns the array of a name.
         aliases: for each further name of an array, its first name.
         states: the words about the states of optimisers, by path.
         numbers: the numbers and texts beside the arrays, by path; `None` if the source does not record them.
@@ -82,30 +84,19 @@ class Names(Mapping[str, Any]):
         is_file: whether each array is read into a new buffer.
     """
 
-    def __init__(
-        self,
-        specs: Mapping[str, Spec],
-        read: Callable[[str], Any],
-        aliases: Mapping[str, str] | None = None,
-        states: Mapping[str, dict[str, Any]] | None = None,
-        numbers: Mapping[str, Value] | None = None,
-        unkeyed: Mapping[str, Any] | None = None,
-        computed: Collection[str] = (),
-        is_file: bool = False,
-    ) -> None:
-        self.specs = specs
-        self.aliases = aliases or {}
-        self.states = states or {}
-        self.numbers = numbers
-        self.unkeyed = unkeyed
-        self.computed = computed
-        self.is_file = is_file
-        self._read = read
+    specs: Mapping[str, Spec]
+    read: Callable[[str], Any]
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    states: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[str, Value] | None = None
+    unkeyed: Mapping[str, Any] | None = None
+    computed: Collection[str] = ()
+    is_file: bool = False
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.specs:
             raise KeyError(f"{name!r}{nearest(name, self.specs)}")
-        return self._read(name)
+        return self.read(name)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.specs if name not in self.aliases)
@@ -122,22 +113,28 @@ class Names(Mapping[str, Any]):
 
     def below(self, path: str) -> "Names":
         """Returns the names below a node, without its path."""
-
-        def inside(names: Iterable[str]) -> dict[str, str]:
-            return {name: name[len(path) + 1 :] for name in names if is_below(name, path)}
-
-        short = inside(self.specs)
-        if not short:
+        if not any(is_below(name, path) for name in self.specs):
             heads = dict.fromkeys(map(head_of, self.specs))
             raise ValueError(f"nothing lies below {path!r}{nearest(path, heads)}")
-        whole = {new: name for name, new in short.items()}
-        aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
-        states = {new: self.states[at] for at, new in inside(self.states).items()}
-        numbers = self.numbers and {new: self.numbers[at] for at, new in inside(self.numbers).items()}
-        unkeyed = self.unkeyed and {new: self.unkeyed[at] for at, new in inside(self.unkeyed).items()}
-        specs = {new: self.specs[name] for name, new in short.items()}
-        computed = inside(self.computed).values()
-        return Names(specs, lambda name: self[whole[name]], aliases, states, numbers, unkeyed, computed, self.is_file)
+        return self.under(lambda name: name[len(path) + 1 :] if is_below(name, path) else None)
+
+    def under(self, new: Callable[[str], str | None]) -> "Names":
+        """Returns the same arrays under new names; an array whose new name is `None` is left out."""
+
+        def its(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {to: value for name, value in values.items() if (to := new(name)) is not None}
+
+        names = its({name: name for name in self.specs})
+        return Names(
+            its(self.specs),
+            lambda name: self[names[name]],
+            {alias: to for alias, name in its(self.aliases).items() if (to := new(name)) is not None},
+            its(self.states),
+            self.numbers and its(self.numbers),
+            self.unkeyed and its(self.unkeyed),
+            its(dict.fromkeys(self.computed)),
+            self.is_file,
+        )
 
 
 def spelt_as(known: Collection[str], given: Names) -> Names:
@@ -145,28 +142,26 @@ def spelt_as(known: Collection[str], given: Names) -> Names:
 
     The keys of a flat dictionary are names as they are. In the paths of a layout, a file or a state they have quotes.
     """
-    have, spelt = given.specs.keys() | (given.numbers or {}).keys(), dict[str, str]()
-    if not have >= set(known):
-        by_text = {bare(name): name for name in have if name not in known}
-        lost = {name: by_text[bare(name)] for name in known if name not in have and bare(name) in by_text}
-        spelt = {theirs: name for name, theirs in lost.items()}
-    if not spelt:
+    have = given.specs.keys() | (given.numbers or {}).keys()
+    lost = [name for name in known if name not in have]
+    if not lost:
         return given
+    by_text = {bare(name): name for name in have if name not in known}
+    spelt = {by_text[bare(name)]: name for name in lost if bare(name) in by_text}
+    return given.under(lambda name: spelt.get(name, name)) if spelt else given
 
-    def respelt(its: Mapping[str, Any]) -> dict[str, Any]:
-        return {spelt.get(name, name): value for name, value in its.items()}
 
-    theirs = {name: its for its, name in spelt.items()}
-    return Names(
-        respelt(given.specs),
-        lambda name: given[theirs.get(name, name)],
-        {spelt.get(name, name): spelt.get(source, source) for name, source in given.aliases.items()},
-        given.states,
-        given.numbers and respelt(given.numbers),
-        given.unkeyed,
-        [spelt.get(name, name) for name in given.computed],
-        given.is_file,
-    )
+def with_ties(known: Names, given: Names) -> Names:
+    """Returns the same arrays under the known names, each under all names of its tie.
+
+    What is kept for parameters has each tie once, under one of its names.
+    """
+    given = spelt_as(known.specs, given)
+    there = {known.aliases.get(name, name): name for name in reversed([*given.specs])}
+    roots = {name: known.aliases.get(name, name) for name in known.specs if name not in given.specs}
+    more = {name: there[root] for name, root in roots.items() if root in there}
+    specs = {**given.specs, **{name: given.specs[other] for name, other in more.items()}}
+    return Names(specs, lambda name: given[more.get(name, name)], {**given.aliases, **more})
 
 
 def _without_value(name: str) -> Any:
@@ -210,10 +205,9 @@ def _of_file(file: File) -> Names:
     aliases |= {alias: to for alias, to in also.items() if to in file.specs and alias not in file.specs}
     specs = {**file.specs, **{alias: file.specs[source] for alias, source in aliases.items()}}
     stored = {name: aliases.get(name, name) for name in specs}
-    numbers = {path: from_words(said) for path, said in values_in(file.words).items()}
-    said = numbers if "values" in file.words else None
+    numbers = {path: from_words(said) for path, said in file.words["values"].items()} if file.is_ours else None
     computed, marks = ties.keys() - aliases.keys(), file.words.get("unkeyed")
-    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], said, marks, computed)
+    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], numbers, marks, computed)
 
 
 def _of_several(paths: Sequence[str]) -> Names:

@@ -4,13 +4,14 @@ JSON alone is not enough. It has no complex numbers, no NaN and no `float32`, an
 of up to 4,300 digits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from .._tree.static_keys import with_object
+from .._tree.structure import Spec
 
 Value = bool | int | float | complex | str | np.generic
 """A number or a text."""
@@ -92,3 +93,50 @@ def kind_in_words(kind: type) -> str | None:
     dtype = np.dtype(kind)
     is_number = dtype.kind == "b" or (jnp.issubdtype(dtype, np.number) and dtype.kind != "m")
     return f"{_OF_NUMPY}{dtype.name}" if is_number else None
+
+
+# -- What save adds to a file -----------------------------------------------------------------------------------------
+
+
+def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Returns whether ties, marks and values are of these arrays; raises any error if they are of another kind.
+
+    The checksum of the header says that these are the words that `save` wrote. So this is no defence against a file
+    that was made to do harm; words about states are not checked before they are used (`File.understood`).
+    """
+    ties, values, since = words["ties"], words["values"], (words.get("message") or {"since": None})["since"]
+    names = {*names, *(since["same"] if since else ())}  # a change has not the arrays that stay
+    dicts = words["restructures"], words["states"], *words["states"].values()
+    return (
+        set(map(type, dicts)) == {dict}
+        and names >= {source for source, _ in ties.values()} | words["marks"].keys()
+        and {str} >= {type(how) for _, how in ties.values()}
+        and {2} >= set(map(len, words.get("unkeyed", {}).values()))
+        and names.isdisjoint([*ties, *values])
+        and ties.keys().isdisjoint(values)
+        and [in_words(from_words(said)) for said in values.values()] == [*values.values()]
+    )
+
+
+class History(NamedTuple):
+    """A history of a state, as a file records it."""
+
+    side: str  # "runs", or "held" if its parameters wait
+    path: str  # of its arrays in the state
+    parameters: list[str]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Identifies the history among those of a state, whatever their order; each parameter has one history."""
+        return self.side, *self.parameters
+
+
+def histories_in(words: Mapping[str, Any]) -> list[History]:
+    """Returns the histories of a state in the order of the counts."""
+    sides = (("runs", words["running"]), ("held", words["held"]))
+    return [History(side, f"{side}.{i}", paths) for side, several in sides for i, paths in enumerate(several)]
+
+
+def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:
+    """Returns the shapes and dtypes of the parameters that a state belongs to."""
+    return {path: Spec(tuple(shape), np.dtype(dtype), True) for path, _, shape, dtype in words["slots"]}

@@ -19,7 +19,6 @@ either state has: a piece may be a row in one, a span of a vector in another, an
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -248,6 +247,8 @@ class Copies:
         """Raises a `ValueError` if the owners of the state could not be found."""
         if self.division.problem:
             raise ValueError(self.division.problem)
+        if len(self.arrays) != len(self.division.owners):
+            raise ValueError("the state was changed since its transformation made it: it has other arrays")
 
     def owned(self) -> Iterator[tuple[Entries, Owners | None]]:
         """Returns the entries and owners of each array; raises an error if the owners could not be found."""
@@ -362,49 +363,3 @@ def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
         else:
             found += [jnp.asarray(_span_of(array, *span, axis)) for span in spans]
     return found
-
-
-# -- The state of some parameters --------------------------------------------------------------------------------------
-
-
-def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies]:
-    """Returns the part of a state for some parameters, shared arrays included: its structure, and its arrays as shapes.
-
-    An array that belongs only to other parameters is left out, and a joined one is shorter. The result need not be the
-    state that the rule makes for these parameters, but it has the same pieces, so it can be regrouped into that state.
-    """
-    if paths >= copies.shapes.keys():
-        return state, copies
-    arrays, owners, absent = dict[Entries, Any](), list[Owners | None](), list[Any]()
-    for (keys, array), (entries, own) in zip(jtu.tree_flatten_with_path(state)[0], copies.owned(), strict=True):
-        if own is not None and paths.isdisjoint(own.paths):
-            absent.append((keys[: len(keys) - len(own.place[1])], own.has_rows))
-            continue
-        shape = array.shape
-        if own is not None and own.axis is not None:
-            # The pieces that are kept move together, so each begins where the last one now ends. Padding is dropped.
-            kept = [number for number, path in enumerate(own.paths) if path in paths]
-            sizes = [own.starts[number + 1] - own.starts[number] for number in kept]
-            starts = (0, *itertools.accumulate(sizes))
-            shape = (*shape[: own.axis], starts[-1], *shape[own.axis + 1 :])
-            own = own._replace(paths=tuple([own.paths[number] for number in kept]), starts=starts)
-        owners.append(own)
-        arrays[entries] = jax.ShapeDtypeStruct(shape, array.dtype)
-    return _without(state, absent), Copies(copies.shapes, arrays, Division(tuple(owners)))
-
-
-def _without(node: PyTree, absent: Sequence[Any]) -> PyTree:
-    """Returns a tree with nothing at some paths; where a stack was, not even its key."""
-    # One level at a time, since a `None` at a path takes the structure below it away too, which a map over leaves would
-    # keep.
-    below: dict[Any, list[Any]] = {}
-    for keys, is_stack in absent:
-        if not keys:
-            return None
-        below.setdefault(keys[0], []).append((keys[1:], is_stack))
-    if not below:
-        return node
-    children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
-    made = treedef.unflatten([_without(child, below.get(key, ())) for (key,), child in children])
-    stacks = {key.key for key, its in below.items() if ((), True) in its}
-    return {key: child for key, child in made.items() if key not in stacks} if stacks else made

@@ -38,6 +38,7 @@ def unquote(entry: str) -> str:
     return json.loads(entry) if _is_quoted(entry) else entry
 
 
+@functools.lru_cache(maxsize=65536)
 def split_path(path: str) -> tuple[str, ...]:
     """Splits a path or glob into its entries, still quoted where they were.
 

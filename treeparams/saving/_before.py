@@ -15,16 +15,17 @@ import jax
 from jax.core import Tracer
 
 from .._files.arrays import as_in_jax
-from .._files.names import Names, is_below, key_of, name_of, split_name
-from .._files.words import histories_in, specs_in
-from .._forms.states import Copies, Entries, Owners, Piece, Place
-from .._tree.paths import nearest, split_path
-from .._tree.text import describe, first_few
-from .._tree.types import Array
+from .._files.names import Names, is_below, name_of, split_name, with_ties
+from .._files.values import histories_in, specs_in
+from .._forms.states import Copies, Entries, Owners, Piece, Place, entries_of
+from .._slots.layout import index_of
+from .._tree.paths import join_path, split_path
+from .._tree.text import first_few
+from ..optim._state import TrainableState
 from ._contents import division_in
+from ._fit import check_given
 from ._movers import Movers
-
-_TRACED = "call plan.state between steps, outside of jax.jit: its result depends on the number of steps"
+from ._names import names_of
 
 
 def unlabelled(entries: Entries) -> Entries:
@@ -48,42 +49,28 @@ def members_in(copies: Copies) -> Mapping[Entries, Set[str]]:
     return dict(found)
 
 
-class Arrays(Mapping[Entries, Any]):
-    """The arrays of a history by the rest of their names, each read once, when you access it."""
+class _Arrays(dict[Entries, Any]):
+    """The names of arrays by the rest of their entries; each array is read when you access it."""
 
     def __init__(self, source: Names, path: str = "") -> None:
         depth = len(split_path(path))
         names = [name for name in source.specs if not path or is_below(name, path)]
-        self._names = {split_name(name)[depth:]: name for name in names}
-        self._source = source
-        self._read = functools.cache(self._from_source)
+        super().__init__((split_name(name)[depth:], name) for name in names)
+        self._read = functools.cache(source.__getitem__)
 
     def __getitem__(self, entries: Entries) -> Any:
-        return self._read(self._names[entries])
-
-    def __iter__(self) -> Iterator[Entries]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def _from_source(self, name: str) -> Any:
-        array = self._source[name]
-        if isinstance(array, Tracer):
-            raise ValueError(_TRACED)
-        if isinstance(array, jax.ShapeDtypeStruct):
-            raise ValueError(f"the state has no values at {name!r}, where they are needed: expected arrays")
-        return as_in_jax(name, array)
+        return self._read(super().__getitem__(entries))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Before:
-    """A history of the old state."""
+    """A history of the old state, which notes the arrays that are taken from it."""
 
     at: Entries  # where it is in the state
     copies: Copies
     steps: int
     waits: bool
+    _taken: set[Any] = dataclasses.field(default_factory=set)
 
     @functools.cached_property
     def _pieces(self) -> dict[tuple[Place, str], tuple[Entries, Owners, int]]:
@@ -92,12 +79,24 @@ class Before:
     def piece(self, place: Place, path: str) -> Piece:
         """Returns the piece of a parameter at a place, whatever its group is called; a `KeyError` if there is none."""
         entries, owners, number = self._pieces[(unlabelled(place[0]), place[1]), path]
-        return Piece(self.copies.arrays[entries], owners, number)
+        self._taken.add((entries, path))
+        return Piece(self._read(entries), owners, number)
+
+    def shared(self, entries: Entries) -> Any:
+        """Returns an array that all parameters share; a `KeyError` if there is none."""
+        if entries not in self.copies.common:
+            raise KeyError(entries)
+        self._taken.add(entries)
+        return self._read(entries)
+
+    def _read(self, entries: Entries) -> Any:
+        name = join_path((*self.at, *entries))
+        return as_in_jax(name, _known(self.copies.arrays[entries], f" at {name!r}"))
 
     @functools.cached_property
     def _groups(self) -> dict[tuple[Entries, str], Entries]:
         """The path of the group of each parameter, by this path without labels and the parameter."""
-        return {(unlabelled(head), path): head for head, paths in self._members.items() for path in paths}
+        return {(unlabelled(head), path): head for head, paths in self.members.items() for path in paths}
 
     def same(self, entries: Entries, path: str) -> Entries:
         """Returns the path of an array with the labels that a parameter's groups have in this state."""
@@ -105,76 +104,87 @@ class Before:
         return next(((*its, *entries[len(head) :]) for head, its in heads if its is not None), entries)
 
     @functools.cached_property
-    def _members(self) -> Mapping[Entries, Set[str]]:
+    def members(self) -> Mapping[Entries, Set[str]]:
+        """The parameters in each group that keeps arrays of parameters."""
         return members_in(self.copies)
 
-    def is_of_others(self, entries: Entries, paths: Set[str]) -> bool:
-        """Returns whether an array belongs to a group that has none of these parameters."""
-        members = [its for head in labelled_in(entries) if (its := self._members.get(head))]
-        return bool(members) and members[0].isdisjoint(paths)
+    def lost(self, used: Set[str], labels: Set[str]) -> Iterator[tuple[Entries, str]]:
+        """Yields the arrays that nobody has taken, of used parameters or of groups with these labels.
+
+        With each comes the parameter that it belongs to.
+        """
+        for (_, path), (entries, *_) in self.copies.at.items():
+            if path in used and (entries, path) not in self._taken:
+                yield entries, path
+        for entries in self.copies.common - self._taken if not used.isdisjoint(self.copies.shapes) else ():
+            members = next((its for head in labelled_in(entries) if (its := self.members.get(head))), None)
+            is_of_others = members is not None and members.isdisjoint(used)
+            if not is_of_others and all(head[-1] in labels for head in labelled_in(entries)):
+                yield entries, ""
 
 
 class Source(NamedTuple):
     """The histories of an old state; and the path and the history of each name of the plan's source."""
 
     histories: list[Before]
-    of: dict[str, tuple[str, Before]]
+    of: Mapping[str, tuple[str, Before]]
 
 
-def histories_before(movers: Movers, source: Names) -> Source:
+def histories_before(movers: Movers, source: Any) -> Source:
     """Returns the histories of a state of the plan's source."""
-    words = source.states.get("")
-    if words is None:
-        names = first_few(list(source)[:3])
+    if isinstance(source, TrainableState):
+        histories, index = _of_state(source), index_of(source.layout)
+        specs: Any = dict(zip(index.structure.paths, index.structure.specs, strict=True))
+        aliases = {index.structure.paths[tie.leaf]: index.structure.paths[tie.source] for tie in index.ties}
+    elif "" in (names := names_of(source)).states:
+        words = names.states[""]
+        histories, specs = _of_words(names, words), specs_in(words)
+        aliases = {alias: path for path, also, *_ in words["slots"] for alias in also}
+    else:
         raise ValueError(
             "expected a state of optim.trainable, or the names of one, such as saving.names(path, 'optimiser'); got "
-            f"{f'names such as {names}' if names else 'no arrays'}. Of a state of plain Optax, "
+            f"{f'names such as {first_few(list(names)[:3])}' if names else 'no arrays'}. Of a state of plain Optax, "
             "optim.from_optax(tx, state, old_model) makes one"
         )
-    histories, aliases = _of_words(source, words), {path: also for path, also, *_ in words["slots"]}
-    found, also = dict[str, tuple[str, Before]](), dict[str, tuple[str, Before]]()
-    for history in histories:
-        for path, shape in history.copies.shapes.items():
-            names = [name for name in (name_of(path), path, key_of(path)) if name in movers.specs]
-            if not names:
-                raise ValueError(
-                    f"the state has {path!r}, but the plan's source has no such name{nearest(path, movers.specs)}; "
-                    "make the plan from the model that the state belongs to"
-                )
-            spec = movers.specs[names[0]]
-            if spec.shape != tuple(shape):
-                raise ValueError(
-                    f"the state has a parameter of shape {tuple(shape)} at {path!r}, but the plan's source has "
-                    f"{describe(spec)} there; make the plan from the model that the state belongs to"
-                )
-            found[names[0]] = path, history
-            also |= dict.fromkeys(aliases.get(path, ()), (path, history))
-    return Source(histories, _with_ties(movers, also | found))
+    at = {name_of(path): (path, history) for history in histories for path in history.copies.shapes}
+    own = {name: specs[path] for name, (path, _) in at.items()}
+    aliases = {name_of(alias): name_of(path) for alias, path in aliases.items() if name_of(path) in at}
+    own |= {alias: own[name] for alias, name in aliases.items()}
+    given = with_ties(movers.source, Names(own, lambda name: at[aliases.get(name, name)], aliases))
+    check_given(given, movers.source, movers.source.specs.keys() & given.specs, movers.strict, are_wide=True)
+    return Source(histories, given)
 
 
-def _with_ties(movers: Movers, found: dict[str, tuple[str, Before]]) -> dict[str, tuple[str, Before]]:
-    """Gives each name without a history that of its tie."""
-    of_roots = {movers.roots.get(name, name): its for name, its in reversed(found.items())}
-    every = {name: of_roots.get(movers.roots.get(name, name)) for name in movers.specs}
-    return {name: its for name, its in every.items() if its is not None} | found
+def _of_state(state: TrainableState) -> list[Before]:
+    """Returns the histories of a state."""
+    roles, structure = state.roles, index_of(state.layout).structure
+    sides = ("runs", state.runs, roles.running), ("held", state.held, roles.held)
+    each = [(side, i, *pair) for side, *both in sides for i, pair in enumerate(zip(*both, strict=True))]
+    found = list[Before]()
+    for (side, i, run, leaves), division, count in zip(each, roles.divisions, state.counts, strict=True):
+        shapes = {structure.paths[leaf]: structure.spec(leaf).shape for leaf in leaves}
+        copies = Copies(shapes, entries_of(run), division)
+        copies.check()
+        found.append(Before((side, str(i)), copies, int(_known(count)), waits=side == "held"))
+    return found
 
 
 def _of_words(source: Names, words: Mapping[str, Any]) -> list[Before]:
     """Returns the histories of a state of a transformation over models."""
     specs, found = specs_in(words), list[Before]()
     for number, (side, path, paths) in enumerate(histories_in(words)):
-        arrays = Arrays(source, path)
+        arrays = _Arrays(source, path)
         copies = Copies({each: specs[each].shape for each in paths}, arrays, division_in(words, number, arrays))
         copies.check()
-        steps = _steps(source[f"counts.{number}"])
+        steps = int(_known(source[f"counts.{number}"]))
         found.append(Before(split_path(path), copies, steps, waits=side == "held"))
     return found
 
 
-def _steps(count: Array | jax.ShapeDtypeStruct) -> int:
-    """Returns the number of steps that a history has taken."""
-    if isinstance(count, Tracer):
-        raise ValueError(_TRACED)
-    if isinstance(count, jax.ShapeDtypeStruct):
-        raise ValueError("the state has no values: expected arrays, got jax.ShapeDtypeStructs")
-    return int(count)
+def _known(array: Any, where: str = "") -> Any:
+    """Returns an array of a state that has values."""
+    if isinstance(array, Tracer):
+        raise ValueError("call plan.state between steps, outside of jax.jit: its result depends on the number of steps")
+    if isinstance(array, jax.ShapeDtypeStruct):
+        raise ValueError(f"the state has no values{where}, where they are needed: expected arrays")
+    return array

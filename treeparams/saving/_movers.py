@@ -1,16 +1,15 @@
 """Moves moments, averages and other arrays that belong to parameters as a plan moves the parameters.
 
-A function of parameters is read from its program. It must be linear, with factors of zero and one, and add nothing but
-zeros: then it is a matrix of whole numbers, none of them negative. It moves elements, each to one place at most, if no
-row and no column of the matrix sums up to more than one; where a row sums up to zero, no element comes. If each
-operation moves elements of whole arrays that nothing else uses, this holds for any of their shapes. For other functions
-the function and its transpose, applied to ones, give the sums.
+A function of parameters is read from its program, which must be affine: a matrix, and constants that are added. An
+average follows any such function, because its weights sum to one: the function is applied to it. Moments follow if the
+function moves elements, each to one place at most: if the factors are zero and one, and no row and no column of the
+matrix sums up to more than one. Where a row sums up to zero no element comes, and moments begin. If each operation
+moves elements of whole arrays that nothing else uses, this holds for any of their shapes. For other functions the
+matrix and its transpose, applied to ones, give the sums.
 
-The function that was read is applied to the arrays that belong to the parameters. Casts are left out, so that these
-keep their digits.
+Casts within the function are left out, so that what belongs to the parameters keeps its digits.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +23,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from .._files.names import Names
 from .._programs import Kind, Walk, bind, is_floating, is_linear, kind_of
 from .._tree.paths import nearest
-from .._tree.structure import Spec
 from .._tree.text import describe
 from .._tree.types import common_dtype, is_complex
 from ._contents import Contents
@@ -36,19 +34,22 @@ class Movers:
     """The moves of a plan, by the paths of its model, for arrays that belong to the parameters.
 
     Attributes:
-        specs: the specs of the arrays of the plan's source, by name.
-        roots: for each further name of an array of the source, its first name.
+        source: the names and specs of the plan's source.
+        strict: whether names that the source does not have are errors.
+        comes: what comes to each path.
+        used: the names that come somewhere.
     """
 
-    def __init__(self, contents: Contents, comes: Mapping[int, Move], source: Names) -> None:
-        self.specs, self.roots = source.specs, source.aliases
+    def __init__(self, contents: Contents, comes: Mapping[int, Move], source: Names, strict: bool) -> None:
+        self.source, self.strict = source, strict
         paths = contents.structure.paths
         # In a model that was untied after the plan was made each place gets the array of the tie, unless computed.
         roots = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
         leaves = [i for i in contents.names if i in roots or i not in contents.aliases]
         self._model = {paths[i]: contents.spec(i) for i in leaves}
-        self._comes = {paths[i]: comes[roots.get(i, i)] for i in leaves if roots.get(i, i) in comes}
-        self._found: dict[Any, dict[int, _Places]] = {}
+        self.comes = {paths[i]: comes[roots.get(i, i)] for i in leaves if roots.get(i, i) in comes}
+        self.used = {name for route, _, _ in self.comes.values() for name in route.sources}
+        self._found: dict[Any, dict[int, Places]] = {}
 
     def check_like(self, arrays: Iterable[tuple[str, Any]], write: str) -> None:
         """Rejects a fresh state or average that has a path or a shape that the plan's model does not have."""
@@ -62,130 +63,135 @@ class Movers:
                     f"another model; write like={write} with the model that the plan makes"
                 )
 
-    def sources(self, path: str) -> tuple[str, ...]:
-        """Returns the names that come to a path together; empty if none do."""
-        return self._comes[path].route.sources if path in self._comes else ()
-
-    def reads(self, path: str) -> tuple[str, ...]:
-        """Returns those of the names that the array at a path is made from."""
-        sources, places = self._comes[path].route.sources, self._places(path)
-        return sources if places is None else tuple([sources[i] for i in places.reads])
-
-    def is_plain(self, path: str) -> bool:
-        """Returns whether one array comes to a path unchanged, except for its dtype."""
-        places = self._places(path)
-        return self._comes[path].route.function is None or (places is not None and places.is_same)
-
-    def how(self, path: str) -> str:
-        """Returns the name of the function that makes the array for a path."""
-        return self._comes[path].route.how
-
-    def move(self, path: str, read: Callable[[str], Any]) -> Any:
-        """Returns the array for a path, from the arrays that belong to the parameters it is made from.
-
-        It keeps the dtype of these arrays. Where no element comes it is zero.
-        """
-        route, number, _ = self._comes[path]
-        arrays, places = list(map(read, self.reads(path))), self._places(path)
-        if self.is_plain(path):
-            return arrays[0]
-        if route.function is unstack:
-            return arrays[0][number]
-        return route(*arrays)[number] if places is None else places.filled(arrays)
-
-    def dropped(self, path: str) -> Any:
-        """Returns where no element comes to the array for a path; `None` if nowhere."""
-        places = self._places(path)
-        return None if places is None else places.dropped
+    def places(self, path: str) -> "Places":
+        """Returns where the elements of a parameter come from."""
+        route, number, _ = self.comes[path]
+        if route.function is None:
+            return Places(route.sources, True, None, lambda arrays: arrays[0])
+        if route.function in (stack, unstack):
+            return Places(route.sources, False, None, lambda arrays: route(*arrays)[number])
+        key = id(route.function), *(self.source.specs[name] for name in route.sources)  # layers have it in common
+        if key not in self._found:
+            self._found[key] = _Reader(route, self.source).places()
+        found = self._found[key][number]
+        return found._replace(reads=tuple([route.sources[i] for i in found.reads]))
 
     def check(self) -> None:
-        """Checks that all functions of parameters only move elements."""
-        for path in self._comes:
-            self._places(path)
+        """Checks that averages can follow all functions."""
+        for route, _, _ in self.comes.values():
+            _Reader(route, self.source).check()
 
-    def _places(self, path: str) -> "_Places | None":
-        """Returns where the elements of a parameter come from if a function of parameters moves them."""
-        route, number, _ = self._comes[path]
-        specs: list[Spec] = [self.specs[name] for name in route.sources]
-        is_moved = self._model[path].parameter and any(spec.parameter for spec in specs)
-        if route.function in (None, stack, unstack) or not is_moved:
-            return None
-        key = id(route.function), *specs  # which layers have in common
-        if key not in self._found:
-            self._found[key] = _places_in(route, specs)
-        return self._found[key][number]
+    def average(self, path: str, read: Callable[[str], Any]) -> Any:
+        """Returns the average for a path, from the averages by name; it keeps the dtype of these."""
+        route, number, _ = self.comes[path]
+        reader, arrays = _Reader(route, self.source), list(map(read, route.sources))
+        if reader.own and self._model[path].parameter:
+            return reader.averages(arrays)[number]
+        return route(*arrays)[number]
 
 
 # -- Where elements come from ------------------------------------------------------------------------------------------
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Where the elements of a result come from.
 
     Attributes:
-        reads: the numbers of the arguments that it is made from.
+        reads: the arguments that it is made from.
         is_same: whether it is the one argument, unchanged.
-        dropped: where no element comes, since a mask or padding makes zeros; `None` if nowhere.
-        filled: returns the result for arrays that belong to these arguments.
+        dropped: where no element comes, but a constant; `None` if nowhere.
+        filled: returns the result for arrays that belong to these arguments; zero where no element comes.
     """
 
-    reads: Sequence[int]
+    reads: Sequence[Any]
     is_same: bool
     dropped: Any
     filled: Callable[[Sequence[Any]], Any]
 
 
-def _places_in(route: Route, specs: Sequence[Spec]) -> dict[int, _Places]:
-    """Returns where the elements come from, for each result that is floating or complex."""
-    own = [i for i, spec in enumerate(specs) if spec.parameter]
+class _Reader:
+    """Reads the function of a route.
 
-    def linear(arrays: Mapping[int, Any], dtype: Any) -> dict[int, Any]:
-        return {number: result.array for number, result in _Linear(dtype).results(program, arrays).items()}
+    Attributes:
+        own: the arguments that are parameters, by number, unless the function only stacks or unstacks arrays.
+    """
 
-    def filled(number: int, dropped: Any, reads: Sequence[int], arrays: Sequence[Any]) -> Any:
-        dtype = common_dtype([array.dtype for array in arrays])
-        given = {i: jnp.asarray(array).astype(dtype) for i, array in zip(reads, arrays, strict=True)}
-        result = linear({i: np.zeros(specs[i].shape, dtype) for i in own} | given, dtype)[number]
-        return result if dropped is None else jnp.where(dropped, 0, result)
+    def __init__(self, route: Route, source: Names) -> None:
+        self._route, self._specs = route, [source.specs[name] for name in route.sources]
+        is_read = route.function not in (None, stack, unstack)
+        self.own = [i for i, spec in enumerate(self._specs) if spec.parameter and is_read]
 
-    with jax.ensure_compile_time_eval():
+    def places(self) -> dict[int, Places]:
+        """Returns where the elements come from, for each result that is floating or complex."""
+        read = _Linear(is_exact=True)
+        results = self._walked(read, dict.fromkeys(self.own))
+        rows = {} if read.has_moved(results.values()) else self._rows()
+        found = dict[int, Places]()
+        for number, result in results.items():
+            # What is made of constants counts as made from the first parameter, as if a mask had dropped all of it.
+            reads = tuple(sorted(result.reads)) or (self.own[0],)
+            dropped = rows[number] == 0 if number in rows and not rows[number].all() else None
+            found[number] = Places(reads, result.is_given, dropped, self._filler(number, dropped, reads))
+        return found
+
+    def check(self) -> None:
+        """Checks that the function is affine."""
+        if self.own:
+            self._walked(_Linear(), dict.fromkeys(self.own))
+
+    def averages(self, arrays: Sequence[Any]) -> dict[int, Any]:
+        """Returns the results for averages of the arguments."""
+        dtype = common_dtype([arrays[i].dtype for i in self.own])
+        own = {i: jnp.asarray(arrays[i]).astype(dtype) for i in self.own}
+        return {number: result.array for number, result in self._walked(_Linear(dtype), own).items()}
+
+    def _filler(self, number: int, dropped: Any, reads: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
+        def filled(arrays: Sequence[Any]) -> Any:
+            dtype = common_dtype([array.dtype for array in arrays])
+            given = {i: jnp.asarray(array).astype(dtype) for i, array in zip(reads, arrays, strict=True)}
+            result = self._moved({i: np.zeros(self._specs[i].shape, dtype) for i in self.own} | given, dtype)[number]
+            return result if dropped is None else jnp.where(dropped, 0, result)
+
+        return filled
+
+    def _moved(self, arrays: Mapping[int, Any], dtype: Any) -> dict[int, Any]:
+        results = self._walked(_Linear(dtype, is_exact=True), arrays)
+        return {number: result.array for number, result in results.items()}
+
+    def _rows(self) -> dict[int, Any]:
+        """Returns the sums of the rows for each result, if none of them and no sum of a column is more than one."""
+        shapes = {i: self._specs[i].shape for i in self.own}
+        total = sum(map(math.prod, shapes.values()))
+        if total >= 2**31:
+            raise self._refused(f"is of {total:,} elements, and does more than use each array once, as a whole")
+        with jax.ensure_compile_time_eval():
+            ones = {i: np.ones(shape, np.float32) for i, shape in shapes.items()}
+            rows, transposed = jax.vjp(lambda ones: self._moved(ones, np.float32), ones)
+            (columns,) = transposed(jax.tree.map(jnp.ones_like, rows))
+            if not all(jnp.max(each, initial=0) <= 1 for each in [*rows.values(), *columns.values()]):
+                raise self._refused("changes or repeats them")
+            return jax.tree.map(np.asarray, rows)
+
+    def _walked(self, walk: "_Linear", arrays: Mapping[int, Any]) -> "dict[int, _Elements]":
         try:
-            program = jax.make_jaxpr(route)(*[jax.ShapeDtypeStruct(*spec[:2]) for spec in specs])
-            read = _Linear()
-            results = read.results(program, dict.fromkeys(own))
-            rows = {} if read.has_moved(results.values()) else _rows(linear, {i: specs[i].shape for i in own})
+            with jax.ensure_compile_time_eval():
+                program = jax.make_jaxpr(self._route)(*[jax.ShapeDtypeStruct(*spec[:2]) for spec in self._specs])
+            return walk.results(program, arrays)
         except _NotMovedError as error:
-            raise ValueError(
-                f"moments and averages can follow a function that moves, drops or joins elements, each at most once, "
-                f"but {route.how}, from {list(route.sources)} to {list(route.targets)}, {error}; use the plan for the "
-                "parameters alone, plan(arrays), and begin with a fresh state and average: tx.init(model), "
-                "tp.Ema(model, ...)"
-            ) from None
-    places = dict[int, _Places]()
-    for number, result in results.items():
-        # What has no elements counts as made from the first parameter, as if a mask had dropped all of it.
-        reads = tuple(sorted(result.reads)) or (own[0],)
-        dropped = rows[number] == 0 if number in rows and not rows[number].all() else None
-        of = functools.partial(filled, number, dropped, reads)
-        places[number] = _Places(reads, result.is_given, dropped, of)
-    return places
+            raise self._refused(str(error), "moves, drops or joins elements" * walk.is_exact) from None
 
-
-def _rows(linear: Callable[..., dict[int, Any]], shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Any]:
-    """Returns the sums of the rows for each result, if none of them and no sum of a column is more than one."""
-    total = sum(map(math.prod, shapes.values()))
-    if total >= 2**31:
-        raise _NotMovedError(f"is of {total:,} elements, and does more than use each array once, as a whole")
-    ones = {i: np.ones(shape, np.float32) for i, shape in shapes.items()}
-    rows, transposed = jax.vjp(lambda ones: linear(ones, np.float32), ones)
-    (columns,) = transposed(jax.tree.map(jnp.ones_like, rows))
-    if not all(jnp.max(each, initial=0) <= 1 for each in [*rows.values(), *columns.values()]):
-        raise _NotMovedError("changes or repeats them")
-    return jax.tree.map(np.asarray, rows)
+    def _refused(self, why: str, what: str = "moves, drops or joins elements") -> ValueError:
+        route = self._route
+        can = f"moments can follow a function that {what}, each at most once" if what else "averages can follow sums"
+        return ValueError(
+            f"{can}, but {route.how}, from {list(route.sources)} to {list(route.targets)}, {why}; use the plan for the "
+            "parameters alone, plan(arrays), and begin with a fresh state and average: tx.init(model), "
+            "tp.Ema(model, ...)"
+        )
 
 
 class _NotMovedError(Exception):
-    """Raised for an operation that may do something else to elements than move them."""
+    """Raised for an operation that may do something else to elements than it may."""
 
 
 class _Elements(NamedTuple):
@@ -200,14 +206,15 @@ _UNKNOWN = object()  # an array that is no parameter, and what is made of such a
 
 
 class _Linear(Walk[Any]):
-    """Applies a program that is linear in its parameters, with factors of zero and one; other values are constants.
+    """Applies a program that is affine in its parameters; other values are constants.
 
-    Without a dtype there are no arrays in place of the parameters, and the program is only read.
+    Without a dtype there are no arrays in place of the parameters, and the program is only read. If it is to be exact,
+    factors are zero and one, and zeros stand for the constants that are added.
     """
 
-    def __init__(self, dtype: Any = None) -> None:
+    def __init__(self, dtype: Any = None, is_exact: bool = False) -> None:
         super().__init__()
-        self._dtype, self._are_moves, self._taken = dtype, True, list[_Elements]()
+        self._dtype, self.is_exact, self._are_moves, self._taken = dtype, is_exact, True, list[_Elements]()
 
     def results(self, program: ClosedJaxpr, arrays: Mapping[int, Any]) -> dict[int, _Elements]:
         """Returns the floating and complex results for arrays in place of the parameters among the arguments."""
@@ -231,8 +238,9 @@ class _Linear(Walk[Any]):
         operands, made = ([var.aval for var in some] for some in cast(Any, (eqn.invars, eqn.outvars)))
         ends = [*itertools.compress(operands, own), *made]
         keeps_type = all(map(is_floating, ends)) and len({is_complex(aval.dtype) for aval in ends}) == 1
-        if is_unknown or not keeps_type or not is_linear(eqn, own) or name in ("conj", "div", "fft", "neg", "sub"):
-            raise _NotMovedError("changes or repeats them")
+        is_inexact = self.is_exact and name in ("conj", "div", "fft", "neg", "sub")
+        if is_unknown or not keeps_type or not is_linear(eqn, own) or is_inexact:
+            raise _NotMovedError("changes or repeats them" if self.is_exact else "is not affine")
         if Kind.SAME in kind or name in ("convert_element_type", "reduce_precision"):
             return its
         if name == "mul" and np.all(its[own.index(False)] == 1) and operands[own.index(True)].shape == made[0].shape:
@@ -252,10 +260,14 @@ class _Linear(Walk[Any]):
         return [_Elements(frozenset().union(*(each.reads for each in elements)), result) for result in results]
 
     def _elements(self, value: Any, is_factor: bool = False) -> _Elements:
-        """Returns elements, or a constant as such: zeros, or zeros and ones as a factor."""
+        """Returns elements, or a constant as such."""
         if isinstance(value, _Elements):
             return value
-        numbers = np.not_equal(value, 0) & is_factor
-        if not np.array_equal(value, numbers):
-            raise _NotMovedError("changes or repeats them")
-        return _Elements(frozenset(), np.asarray(numbers, self._dtype))
+        if value is _UNKNOWN:
+            raise _NotMovedError("depends on an array that is no parameter")
+        if self.is_exact:
+            numbers = np.not_equal(value, 0) & is_factor
+            if is_factor and not np.array_equal(value, numbers):
+                raise _NotMovedError("changes or repeats them")
+            value = numbers
+        return _Elements(frozenset(), np.asarray(value, self._dtype))

@@ -3,26 +3,24 @@
 import functools
 import operator
 import os
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import jax.tree_util as jtu
 
 from .._average import Ema
-from .._files.names import Names, head_of
+from .._files.names import Names, head_of, heads_of
 from .._slots.layout import Trainable
 from .._slots.ties import Alias
-from .._tree.text import Table, as_html, as_text
+from .._tree.paths import nearest
+from .._tree.text import Table, as_html, as_text, describe, quoted
 from ..optim._state import TrainableState
-from ._averages import carried_average
 from ._contents import Contents
-from ._fill import compared, filled
-from ._fit import Fit, fit
+from ._fit import Fit, compared, filled, fit, shown
 from ._movers import Movers
 from ._names import names_of, names_of_contents
 from ._rename import Rename, Transforms
-from ._report import blocks, problems, rows_of
-from ._states import carried_state
+from ._states import carried_average, carried_state
 
 M = TypeVar("M")
 
@@ -84,11 +82,11 @@ class Plan(Generic[M]):
         `optim.set_trainable`: with its state in `like`, the rates of the others and count 0. Parameters that `like`
         does not train are left out.
 
-        A function of the plan may move elements, drop and join them, cast them, and put zeros in their place or
-        between them, by a constant mask, `x * mask`, or by padding. `state` reads this from its program. Moments are
-        moved in the same way, in their own dtypes. The state of a zero is the one it has in `like`, as if all its
-        gradients had been zero. A function that computes new values, such as the mean of two layers, is an error,
-        because moments do not follow from it.
+        A function of the plan may move elements, drop and join them, cast them, and put constants in their place or
+        beside them: by a constant mask, `x * mask`, by padding, or as the rows of new tokens in
+        `jnp.concatenate([embed, fresh])`. `state` reads this from its program. Moments are moved in the same way, in
+        their own dtypes, and begin as in `like` where the constants are. A function that computes new values, such as
+        the mean of two layers, is an error, because moments do not follow from it.
 
         >>> import jax.numpy as jnp, optax
         >>> from treeparams import optim, saving
@@ -105,8 +103,8 @@ class Plan(Generic[M]):
                 `saving.names(path, "optimiser")` of a file. It belongs to the model that the plan was made from. Of a
                 state of plain Optax, `optim.from_optax` makes one.
             like: a fresh state of the new model, `tx.init(model)`, of the same Optax rule. Its form (`form=`) may
-                differ, and so may the names of its groups (`optim.groups`). It is always needed, because only the rule
-                knows the state that a parameter begins with.
+                differ, and so may the names of its groups (`optim.groups`), if they keep arrays of parameters. It is
+                always needed, because only the rule knows the state that a parameter begins with.
 
         Returns:
             The state, for the same `tx` as `like`.
@@ -119,7 +117,7 @@ class Plan(Generic[M]):
                 than renamed; or the rule does not keep its state leaf by leaf.
             TypeError: `like` is not such a state.
         """
-        return carried_state(self._movers, names_of(source), like)
+        return carried_state(self._movers, source, like)
 
     @overload
     def average(self, source: Any, like: Ema[M]) -> Ema[M]: ...
@@ -129,6 +127,10 @@ class Plan(Generic[M]):
 
     def average(self, source: Any, like: Ema[M] | None = None) -> Ema[M] | M:
         """Carries an average over from the old model to the new one.
+
+        The functions of the plan are applied to the averages of their arrays, in the dtype of these. So an average
+        follows every affine function exactly: moves and constants as in `state`, and sums, means, repeats, negations
+        and products with constants too.
 
         Args:
             source: if you pass `like`, a `tp.Ema` or the names of one, such as `saving.names(path, "average")` of a
@@ -140,20 +142,22 @@ class Plan(Generic[M]):
             The average.
 
         Raises:
-            ValueError: a function of the plan computes new values; or `like` or the average belongs to another model
-                than the plan.
+            ValueError: a function of the plan is not affine; or `like` or the average belongs to another model than
+                the plan: if that is strict, to one with more arrays, too.
             TypeError: `like` is not a `tp.Ema`.
         """
-        self._movers.check()
         names = names_of(source)
         heads = set(map(head_of, names))
         if like is None and {"shadow", "count", "weight"} <= heads <= {"shadow", "rest", "count", "weight"}:
             raise TypeError("the source is a tp.Ema, so pass a fresh one of the new model too: like=tp.Ema(model, ...)")
-        return self(names) if like is None else carried_average(self._movers, names, like)
+        if like is not None:
+            return carried_average(self._movers, names, like)
+        self._movers.check()
+        return self(names)
 
     @functools.cached_property
     def _movers(self) -> Movers:
-        return Movers(self._contents, self._fit.comes, self._source)
+        return Movers(self._contents, self._fit.comes, self._source, self._strict)
 
     def __str__(self) -> str:
         return as_text(self._blocks())
@@ -257,9 +261,9 @@ def plan(
     layers.0.w: layers.w (unstack, 1 of 3); layers.1.w: layers.w (unstack, 2 of 3)
 
     **States and averages go along.** `plan.state(state, like=tx.init(model))` and `plan.average(average, like=...)`
-    carry moments and averages of the old model over by the same renames. For these, a function may only move, drop and
-    join elements without changing them: a transpose, a slice, a concatenation, a cast, a constant mask. The plan reads
-    this from the function's program.
+    carry moments and averages of the old model over by the same renames. For moments, a function may only move, drop
+    and join elements without changing them: a transpose, a slice, a concatenation, a cast, a constant mask. For
+    averages it may also compute sums, with constant factors. The plan reads this from the function's program.
 
     Args:
         source: arrays by name. This can be a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a
@@ -301,3 +305,68 @@ def plan(
     if strict and problems:
         raise ValueError("the source does not fit the model; strict=False loads the rest:\n" + "\n".join(problems))
     return made
+
+
+# -- In words ---------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """An array of the model, and the names that come there."""
+
+    path: str
+    names: tuple[str, ...]  # of the source; none: nothing comes
+    how: str  # the function applied to them; empty if none
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __str__(self) -> str:
+        names = ", ".join(shown([name]) for name in self.names) or "nothing"
+        how = f" by {self.how}" if self.how else ""
+        return f"{shown([self.path])}: {describe(self)}, from {names}{how}"
+
+
+def rows_of(contents: Contents, found: Fit) -> tuple[Row, ...]:
+    """Returns the arrays of a model, ties once."""
+    rows = []
+    for leaf in contents.stored.values():
+        spec, move = contents.spec(leaf), found.comes.get(leaf)
+        names, how = (move.route.sources, move.route.how) if move else ((), "")
+        if move and len(move.route.targets) > 1:
+            how += f", {move.number + 1} of {len(move.route.targets)}"
+        rows.append(Row(contents.structure.paths[leaf], names, how, spec.shape, spec.dtype))
+    return tuple(rows)
+
+
+def blocks(contents: Contents, found: Fit, rows: Sequence[Row]) -> list[Table | str]:
+    """Returns the table of a plan, and a line with the number of arrays that come from the source."""
+    why = dict.fromkeys(found.missing, "missing") | dict.fromkeys(found.kept, "stays")
+    cells = [
+        [
+            shown([contents.short_names[leaf]]),
+            shown(row.names) or "-",
+            row.how if row.names else why.get(leaf, "disagrees"),
+            describe(row),
+        ]
+        for leaf, row in zip(contents.stored.values(), rows, strict=True)
+    ]
+    used = sum(1 for row in rows if row.names)
+    return [Table(["path", "from", "how", "is"], cells), f"{used} of {len(rows)} arrays come from the source"]
+
+
+def problems(contents: Contents, source: Names, found: Fit) -> list[str]:
+    """Returns all problems, one line each."""
+    heads = heads_of([contents.names[leaf] for leaf in found.missing], source.specs)
+    if heads:
+        call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
+        return [f"the source has such a model below {quoted(heads)}; to load one, write {call}"]
+    paths = [contents.short_names[leaf] for leaf in found.missing]
+    few = len(paths) * len(found.unused) < 1000  # the nearest of many takes long to find
+    unused, missing = (found.unused, paths) if few else ((), ())
+    return [
+        *(f"{path!r} is missing: nothing comes to it{nearest(path, unused)}" for path in paths),
+        *(
+            f"{name!r} is unused: no array is at {to or name!r}{nearest(to or name, missing)}"
+            for name, to in found.unused.items()
+        ),
+        *found.disagrees,
+    ]

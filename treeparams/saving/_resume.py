@@ -16,20 +16,21 @@ import numpy as np
 import optax
 
 from .._files.names import is_below, split_name
-from .._files.words import histories_in, specs_in
+from .._files.values import histories_in, specs_in
 from .._forms.form import tree_of
 from .._forms.states import Division, Entries, Owners, entries_of
 from .._slots.index import Index
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.ties import Alias
-from .._tree.paths import join_path, key_entries, split_path, unquote
+from .._tree.paths import join_path, key_entries, quote, split_path, unquote
 from .._tree.structure import Spec, is_array
 from .._tree.types import PyTree, is_inexact
+from ..optim._groups import Group, GroupsState
 from ..optim._state import Roles, TrainableState
 from ._contents import division_in, state_in_words
 
-Stored = Mapping[Entries, Spec]
-"""Arrays of a file as shapes and dtypes, by the entries of their names below some node."""
+Stored = Mapping[Entries, Any]
+"""Arrays as shapes and dtypes, by the entries of their names below some node."""
 
 
 def with_histories(tree: PyTree, states: Mapping[str, Any], specs: Mapping[str, Spec]) -> PyTree:
@@ -37,9 +38,9 @@ def with_histories(tree: PyTree, states: Mapping[str, Any], specs: Mapping[str, 
 
     A state stays as it is if it has these histories, and if the words are of another model or of another form.
     """
-    nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_state)
-    if not any(_is_state(node) for _, node in nodes):
+    if not states:
         return tree
+    nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_state)
     made = list[Any]()
     for keys, node in nodes:
         path = join_path(key_entries(keys))
@@ -77,21 +78,25 @@ def _with_histories(
         owners = dict(zip(its, division_in(words, number, its).owners, strict=True))
         leaves = tuple([structure.index[path] for path in history.parameters])
         both = trained_at(state.layout, positions), trained_at(whole, leaves)
-        made = _History(*both, dict(zip(entries_of(run), division.owners, strict=True)), its, owners).like(run, ())
-        divisions.append(Division(tuple(map(owners.get, entries_of(made)))))
+        made, divided = like_history(run, division, both, its, owners)
+        divisions.append(divided)
         sides[history.side].append(made)
         places[history.side].append(leaves)
     layout = trained_at(whole, [leaf for leaves in places["runs"] for leaf in leaves])
     counts = tuple([jax.ShapeDtypeStruct((), np.dtype("int32")) for _ in divisions])
     roles = Roles(layout, tuple(places["runs"]), tuple(places["held"]), tuple(divisions))
-    still = specs.get(f"{start}still")
+    still: Any = specs.get(f"{start}still", ())
+    if still and isinstance(state.still, tuple):
+        still = jax.ShapeDtypeStruct(*still[:2])
+    elif still:
+        still = state.still
     return dataclasses.replace(
         state,
         runs=tuple(sides["runs"]),
         held=tuple(sides["held"]),
         counts=counts,
         roles=roles,
-        still=state.still if still is None or not isinstance(state.still, tuple) else jax.ShapeDtypeStruct(*still[:2]),
+        still=still,
     )
 
 
@@ -106,9 +111,30 @@ def _tied(state: TrainableState, words: Mapping[str, Any]) -> Layout:
     return Layout(Index(index.structure, index.trained, tuple(sorted([*index.ties, *new], key=lambda tie: tie[1::-1]))))
 
 
+def like_history(
+    run: PyTree,
+    division: Division,
+    layouts: tuple[Layout, Layout],
+    stored: Stored,
+    owners: Mapping[Entries, Owners | None],
+) -> tuple[PyTree, Division]:
+    """Returns a state of a rule for other parameters, with shapes for new arrays, and its division.
+
+    Args:
+        run: a state of the rule.
+        division: the owners of its arrays.
+        layouts: of its parameters, and of the others.
+        stored: the arrays that the result has.
+        owners: the owners of each of these.
+    """
+    shown = dict(zip(entries_of(run), division.owners, strict=True))
+    made = _History(*layouts, shown, stored, owners).like(run, ())
+    return made, Division(tuple(map(owners.get, entries_of(made))))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _History:
-    """A history of a file, and a state of its rule for other parameters.
+    """A history, and a state of its rule for other parameters.
 
     Attributes:
         before, after: the parameters of that state, and of the history.
@@ -129,49 +155,92 @@ class _History:
         return {entries[:end] for entries in self.stored for end in range(len(entries) + 1)}
 
     @functools.cached_property
-    def _trees(self) -> set[Entries]:
-        """The nodes that are copies of the canonical tree."""
-        return {owners.place[0] for owners in self.owners.values() if owners is not None and owners.axis is None}
+    def _copies(self) -> tuple[set[Entries], set[Entries]]:
+        """The nodes that are copies of the canonical tree, and those in which arrays are joined."""
+        known = {each for each in (*self.shown.values(), *self.owners.values()) if each is not None}
+        joined = {each.place[0] for each in known if each.axis is not None}
+        return {each.place[0] for each in known} - joined, joined
 
     @functools.cached_property
-    def _blocks(self) -> dict[Entries, dict[str, None]]:
-        """The nodes that are dictionaries of joined arrays, and their keys."""
-        found = dict[Entries, dict[str, None]]()
-        for entries, owners in self.owners.items():
-            if owners is not None and owners.axis is not None:
-                start, end = len(owners.place[0]), len(entries) - len(owners.place[1])
-                for at in range(start, end):  # groups of stacks are dictionaries of these
-                    found.setdefault(entries[:at], {})[entries[at]] = None
-        return found
+    def _keys(self) -> set[Entries]:
+        """The keys of the joined arrays of the history, such as a group and a shape."""
+        return _keys_in(self.owners)
+
+    @functools.cached_property
+    def _keys_of_others(self) -> set[Entries]:
+        """Those of the state."""
+        return _keys_in(self.shown)
+
+    @functools.cached_property
+    def _alone(self) -> set[str]:
+        owned = {path for owners in self.owners.values() if owners for path in owners.paths}
+        return {quote(slot.key) for slot in self.after.slots if slot.path not in owned}
+
+    def _is_alone(self, key: Entries) -> bool:
+        """Returns whether a stack is one of parameters for which the rule keeps nothing."""
+        return key[-1] in self._alone and key not in self._keys_of_others
 
     def like(self, node: PyTree, at: Entries) -> PyTree:
         """Returns the node of the history at some entries, like the one of the state; new arrays are shapes."""
-        if at in self._trees:
+        trees, joined = self._copies
+        if at in trees:
             return self._tree(node, at)
-        if self.owners.get(at) is not None:  # vectors of several dtypes are a dictionary, and one vector is bare
-            return self._array(next(iter(jax.tree.leaves(node)), node), at)
+        if at in joined:
+            return self._joined(node, at)
         pairs, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
-        if at in self._blocks:
-            there = {"".join(key_entries(keys)): child for keys, child in pairs}
-            children = {key: self._like_one(there, key, at) for key in sorted(self._blocks[at])}
-            made = {unquote(key): child for key, child in children.items()}
-            return type(node)(made) if isinstance(node, dict) else made
         if not treedef.num_leaves or pairs[0][0] == ():
             return self._array(node, at)
-        return treedef.unflatten([self.like(child, (*at, *key_entries(keys))) for keys, child in pairs])
+        made = treedef.unflatten([self.like(child, (*at, *key_entries(keys))) for keys, child in pairs])
+        return dataclasses.replace(made, groups=self._groups(made, at)) if isinstance(made, GroupsState) else made
+
+    def _groups(self, node: GroupsState, at: Entries) -> tuple[Group, ...]:
+        """Returns the groups of a node, each with what the rules see of the history: its parameters or its stacks."""
+        found = list[Group]()
+        for group in node.groups:
+            head = *at, "inner_states", quote(group.name)
+            its = {
+                entries: each for entries, each in self.owners.items() if each and each.place[0][: len(head)] == head
+            }
+            stacks = {join_path(key) for key in _keys_in(its)}
+            stacks |= {path for path in group.paths if self._is_alone(split_path(path))}
+            own = stacks.union(group.paths, *(each.paths for each in its.values()))
+            paths = sorted(stacks) if self._keys_of_others else self.after.paths
+            found.append(Group(group.name, tuple(filter(own.__contains__, paths))))
+        return tuple(found)
 
     def _tree(self, node: PyTree, at: Entries) -> PyTree:
         """Returns a copy of the canonical tree of the history's parameters."""
         before, after = tree_of(self.before), tree_of(self.after)
         there = dict(zip(before.entries, before.treedef.flatten_up_to(node), strict=True))
-        nothing = optax.MaskedNode() if "inner_states" in at else None  # a parameter of another group
-        made = [self._like_one(there, e, at) if (*at, *e) in self._nodes else nothing for e in after.entries]
-        return after.treedef.unflatten(made)
+        return after.treedef.unflatten([self._like_one(there, entries, at) for entries in after.entries])
+
+    def _joined(self, node: PyTree, at: Entries, below: Entries = ()) -> PyTree:
+        """Returns the joined arrays with these keys: one vector, or dictionaries of vectors or stacks."""
+        if () in self._keys:
+            return self._array(next(iter(jax.tree.leaves(node)), node), at)
+        there = {quote(key): child for key, child in node.items()} if isinstance(node, dict) else {}
+        has_groups = any(len(key) > len(below) + 1 for key in self._keys_of_others)
+        first = {key[len(below)] for key in self._keys if key[: len(below)] == below}
+        made = dict[str, Any]()
+        for key in sorted(first | there.keys()):
+            child = there.get(key)
+            if has_groups and (key in first or type(child) is dict):
+                made[unquote(key)] = self._joined(child, (*at, key), (*below, key))
+            elif key in first:
+                made[unquote(key)] = self._like_one(there, (key,), at)
+            elif not jax.tree.leaves(child) and self._is_alone((*below, key)):
+                made[unquote(key)] = child
+        return type(node)(made) if isinstance(node, dict) else made
 
     def _like_one(self, there: Mapping[Any, PyTree], key: Any, at: Entries) -> PyTree:
         """Returns the node below a key, like that of the state or like one beside it."""
-        some = next((node for node in there.values() if jax.tree.leaves(node)), None)
-        return self.like(there.get(key, some), (*at, *(key if isinstance(key, tuple) else (key,))))
+        known = {each if isinstance(each, tuple) else (each,): node for each, node in there.items()}
+        is_kept = (*at, *key) in self._nodes
+        others = [node for node in known.values() if bool(jax.tree.leaves(node)) is is_kept and node is not None]
+        # A rule of a part has a node without arrays for a parameter of another part.
+        nothing = optax.MaskedNode() if "inner_states" in at else None
+        node = known[key] if known.get(key) is not None else next(iter(others), None if is_kept else nothing)
+        return self.like(node, (*at, *key)) if is_kept else node
 
     def _array(self, leaf: Any, at: Entries) -> Any:
         """Returns an array of the state if that of the file is like it; nothing if it is of other parameters."""
@@ -189,6 +258,11 @@ class _History:
         if is_array(leaf) and (leaf.shape, leaf.dtype) == (tuple(shape), dtype):
             return leaf
         return np.empty(shape, dtype) if isinstance(leaf, np.ndarray) else jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def _keys_in(owners: Mapping[Entries, Owners | None]) -> set[Entries]:
+    pairs = [(entries, each.place) for entries, each in owners.items() if each and each.axis is not None]
+    return {entries[len(place[0]) : len(entries) - len(place[1])] for entries, place in pairs}
 
 
 # -- Words of two states -----------------------------------------------------------------------------------------------

@@ -6,14 +6,11 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-
-from .._files.arrays import Like, inventory_of, kind_of, placed, placed_in_turn
+from .._files.arrays import Like, inventory_of, kind_of, placed_in_turn
 from .._files.file import PREFIX, Draft, File, file_at
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
-from .._files.values import from_words
-from .._files.words import histories_in, values_in
+from .._files.values import from_words, histories_in
 from .._slots.ties import Alias
 from .._tree.memory import name_deleted
 from .._tree.paths import join_path
@@ -230,9 +227,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
             "saving.plan(path, model)(path), which maps arrays by name"
         )
     with file.understood():
-        like = with_histories(like, file.words["states"], file.specs)
-    contents = Contents(like)
-    with file.understood():
+        contents = Contents(with_histories(like, file.words["states"], file.specs))
         leaves = fitted(contents, file)
     return filled(contents, leaves, file.words, file.arrays(file.specs, checksum))
 
@@ -240,13 +235,8 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
 def fitted(contents: Contents, file: File) -> dict[str, int]:
     """Returns the leaves by their names in a file and gives the tree its ties; raises an error if they differ."""
     leaves = leaves_in(contents, file)
-    for path in contents.states:
-        name = name_of(f"{path}.still" if path else "still")
-        if name in leaves and name not in file.specs:  # saved before there were counts of lost steps
-            i = leaves.pop(name)
-            contents.leaves[i] = placed(name, np.zeros(*contents.spec(i)[:2]), contents.leaves[i])
     marks, paths = file.words.get("unkeyed"), contents.structure.paths
-    there = itertools.chain(file.specs, file.words["ties"], values_in(file.words))
+    there = itertools.chain(file.specs, file.words["ties"], file.words["values"])
     pairs = ((name, paths[leaves[name]] if name in leaves else name) for name in there)
     wrong = list(dict.fromkeys(unlike_nodes(contents, marks, pairs, file.noun).values()))
     wrong = wrong or list(unlike_states(contents, file))
@@ -273,7 +263,7 @@ def filled(
         return leaves[name], (name, array, contents.leaves[leaves[name]])
 
     values = dict(placed_in_turn(map(with_its_leaf, arrays)))
-    values |= {leaves[name]: from_words(said) for name, said in values_in(words).items()}
+    values |= {leaves[name]: from_words(said) for name, said in words["values"].items()}
     return contents.tree(contents.leaves_with(values))
 
 
@@ -284,7 +274,7 @@ def leaves_in(contents: Contents, file: File) -> dict[str, int]:
         here, there = (_paths_of(each, path) for each in (words, file.words["states"].get(path)))
         for paths, ours in here.items():
             theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
-    leaves = {name_of(path): i for i, path in enumerate(contents.structure.paths)}
+    leaves = {contents.names.get(i) or name_of(path): i for i, path in enumerate(contents.structure.paths)}
     if "unkeyed" not in file.words:  # saved before states of Equinox had names
         numbered = contents.structure.numbered
         leaves = {join_path(numbered[i]) if i in numbered else name: i for name, i in leaves.items()}

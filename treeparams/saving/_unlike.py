@@ -11,8 +11,7 @@ import numpy as np
 from .._files.arrays import array_spec
 from .._files.file import File
 from .._files.names import head_of, heads_of, split_name
-from .._files.values import from_words
-from .._files.words import histories_in, specs_in, values_in
+from .._files.values import from_words, histories_in, specs_in
 from .._slots.layout import index_of
 from .._tree.paths import join_path, nearest
 from .._tree.text import describe, first_few, quoted
@@ -24,10 +23,9 @@ _ARRAYS_ALONE = "; saving.plan(path, tree)(path) loads only the arrays of the fi
 
 def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Yields a sentence for each array, number or text that is missing in the tree or the file, or differs."""
-    said = values_in(file.words)
+    said = file.words["values"]
     there = dict.fromkeys([*file.specs, *file.words["ties"], *said])
-    has_values = "values" in file.words  # a file of an older `save` says nothing of numbers
-    here = {name: i for name, i in leaves.items() if i in contents.names or (has_values and i in contents.values)}
+    here = {name: i for name, i in leaves.items() if i in contents.names or i in contents.values}
     # Equal names, however many, are never those of another tree below a node, and none is missing.
     heads = heads_of(here, there) if here.keys() != there.keys() else []
     if heads:
@@ -99,7 +97,7 @@ def _unlike_node(contents: Contents, there: Any, here: Any, at: tuple[str, str],
 
 def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | None:
     """Describes how a leaf of the tree differs from the file's entry of the same name; `None` if it does not."""
-    leaf, said = contents.leaves[i], values_in(file.words).get(name)
+    leaf, said = contents.leaves[i], file.words["values"].get(name)
     stored, transforms = file.words["ties"].get(name, (name, ""))
     if said is not None:
         if i not in contents.values and not _is_scalar_of_numpy(leaf, said):
@@ -136,6 +134,9 @@ def _leaf_in_words(contents: Contents, i: int) -> str:
 
 def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Yields a sentence for each tie of trained parameters that only the tree or only the file has."""
+    first = contents.structure.first
+    if not file.words["ties"] and not [i for i in contents.names if first[i] != i]:
+        return
     aliases, apart = contents.aliases, contents.in_states | contents.frozen
     names = {i: name for name, i in leaves.items() if contents.structure.is_parameter(i) and i not in apart}
     roots = {i: aliases[i].source if i in aliases else i for i in names}
@@ -153,7 +154,7 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
             call = f"tp.tie(model, {alias!r}, to={source!r})"
             yield f"{alias!r} and {source!r} are one array in the {file.noun} only: {call}"
     for i, name in names.items():
-        same = names.get(contents.structure.first[i], name)
+        same = names.get(first[i], name)
         if same != name and {same, name} <= file.specs.keys():
             yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
 
