@@ -161,7 +161,7 @@ def test_a_later_declaration_is_another_program():
     double = tp.jit(lambda m: tp.maptrainable(lambda x: 2 * x, m))
     model = Late(ramp(1))
     assert double(model).w[0] == 2 * model.w[0]
-    tp.declare(Late, frozen="w")
+    tp.declare(Late, freeze="w")
     assert double(model).w[0] == model.w[0]
 
 
@@ -206,6 +206,6 @@ def test_a_compiled_program_refuses_what_has_changed_since():
         compiled(Late(A), setting)
     setting.rates.pop()
     compiled(Late(A), setting)
-    tp.declare(Late, frozen="w")
+    tp.declare(Late, freeze="w")
     with pytest.raises(ValueError, match=r"tp\.declare has been called since"):
         compiled(Late(A), setting)

@@ -1,10 +1,11 @@
 """A table of what newcomers write by mistake, and what comes back: what was got, what is expected, what to write.
 
-They come from Equinox, from Flax and Optax, from PyTorch and Julia. Calls with too few or too many arguments are left
-out: Python names these.
+They come from Equinox, from Flax and Optax, from PyTorch and Julia.
 """
 
+import inspect
 import operator
+import pickle
 import re
 import tempfile
 from collections.abc import Callable
@@ -105,8 +106,8 @@ DECLARED: list[Row] = [
     ),
     ("a number promised", lambda t: tp.layout(Promised(0.1)), TypeError, r"converter=jnp.asarray\) for a number"),
     ("declare(model)", lambda t: tp.declare(t.model), TypeError, r"a class, got MLP; for one model write tp.layout"),
-    ("declare a typo", lambda t: tp.declare(Tied, frozen="hed"), ValueError, "no field for 'hed'; nearest: 'head'"),
-    ("frozen=True", lambda t: tp.declare(Tied, frozen=True), TypeError, 'must be a glob.*such as "bias".*got bool'),
+    ("declare a typo", lambda t: tp.declare(Tied, freeze="hed"), ValueError, "no field for 'hed'; nearest: 'head'"),
+    ("frozen=True", lambda t: tp.declare(Tied, freeze=True), TypeError, 'must be a glob.*such as "bias".*got bool'),
     ("a list of ties", lambda t: tp.declare(Tied, ties=["head"]), TypeError, "ties must be a dictionary {alias: path}"),
     ("ties by function", lambda t: tp.layout(t.tied, ties={len: "head"}), TypeError, "must be a path.*got len"),
     ("ties=", lambda t: tp.layout(t.dict, ties=[("w", "b")]), TypeError, "ties must be a dictionary {alias: path}"),
@@ -191,6 +192,74 @@ FORMS: list[Row] = [
 ]
 
 
+CALLS: list[Row] = [
+    ("grad(model, loss)", lambda t: tp.grad(t.model, loss), TypeError, r"the loss comes first: tp.grad\(loss, trainab"),
+    ("layout(frozen=)", lambda t: tp.layout(t.model, frozen="*"), TypeError, "no argument 'frozen'; write freeze=..."),
+    ("layout(freezed=)", lambda t: tp.layout(t.model, freezed="*"), TypeError, "no argument 'freezed'; write freeze="),
+    ("layout(tied=)", lambda t: tp.layout(t.model, tied={}), TypeError, "no argument 'tied'; write ties=..."),
+    ("layout(where=)", lambda t: tp.layout(t.model, where="*"), TypeError, "no argument 'where'; write trainable=..."),
+    (
+        "declare(frozen=)",
+        lambda t: tp.declare(Tied, frozen="head"),
+        TypeError,
+        "'frozen'; write freeze=...; it is tp.d",
+    ),
+    ("tie(ties=)", lambda t: tp.tie(t.dict, ties={"b": "w"}), TypeError, r"'ties'; write to=...; it is tp.tie\(model,"),
+    ("field(tied=)", lambda t: tp.field(tied="embed"), TypeError, "no argument 'tied'; write tied_to=..."),
+    ("grad(argnums=)", lambda t: tp.grad(loss, argnums=0), TypeError, "no argument 'argnums'; write trainable=..."),
+    ("thaw=", lambda t: tp.layout(t.model, thaw="layers.0"), ValueError, "'layers.0' selects nothing that is frozen"),
+    (".thaw", lambda t: t.layout.thaw("**"), ValueError, r"'\*\*' selects nothing that is frozen, so there is nothing"),
+    ("a position", lambda t: tp.layout(t.model, ("layers", 0)), TypeError, "int: 0; a path is one text, such as 'la"),
+    (
+        "ema(a, b, 0.9)",
+        lambda t: tp.ema(t.dict, t.dict, 0.9),
+        TypeError,
+        r"too many.*it is tp.ema\(average, model, dec",
+    ),
+    ("accumulate(loss)", lambda t: tp.accumulate(loss, steps=8), TypeError, "no argument 'steps'; write pieces=..."),
+    (
+        "replace(a, b, c)",
+        lambda t: tp.replace(t.dict, "w", t.x),
+        TypeError,
+        r"it is tp.replace\(model, values, layout=",
+    ),
+    ("combine(params)", lambda t: tp.combine(t.params), TypeError, r"'rest'; it is tp.combine\(params, rest\)"),
+    ("save(path)", lambda t: saving.save("a"), TypeError, r"'model'; it is saving.save\(path, model, "),
+    ("load(path)", lambda t: saving.load("a"), TypeError, r"'like'; it is saving.load\(path, like"),
+    ("load(template=)", lambda t: saving.load("a", template=t.x), TypeError, "no argument 'template'; write like=..."),
+    ("lora: no key", lambda t: matrices.lora(t.model, "layers.0", 1), TypeError, "'key'; it is matrices.lora"),
+    ("summary(class)", lambda t: tp.summary(Tied), TypeError, "expected a model.*got the class Tied; make an instance"),
+    ("donated", lambda t: donated_twice(), RuntimeError, r"the array at '0.w' has been deleted.*tp.copy\(model\)"),
+]
+PACKAGES = {"tp": tp, "optim": tp.optim, "nested": nested, "matrices": matrices, "saving": saving, "sharding": sharding}
+PUBLIC = [
+    (f"{package}.{name}", function)
+    for package, module in PACKAGES.items()
+    for name, function in vars(module).items()
+    if inspect.isfunction(function) and name[0] != "_"
+]
+
+
+def donated_twice() -> None:
+    step = tp.jit(lambda model: {"w": model["w"] + 1}, donate="all")
+    model = {"w": jnp.ones(3)}
+    step(model), step(model)
+
+
+@pytest.mark.parametrize(("name", "function"), PUBLIC, ids=[name for name, _ in PUBLIC])
+def test_each_function_answers_a_keyword_that_it_does_not_have(name, function):
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
+    if not takes_any:
+        with pytest.raises(TypeError, match=rf"{name} has no argument 'trainabel'.*; it is {name}\("):
+            function(trainabel="layers.0")
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_a_norm_of_the_value_too_is_warned_of():
+    with pytest.warns(UserWarning, match=r"of \(value, grads\) write tp\.global_norm\(grads\)"):
+        assert tp.global_norm((jnp.array(3.0), {"w": jnp.array([4.0])})) == 5
+
+
 def serialised(path: str, t: Any) -> None:
     eqx.tree_serialise_leaves(path, t.dict)
 
@@ -269,6 +338,6 @@ MODULES: list[Row] = [
 MESH = jax.make_mesh((1,), ("d",))
 
 
-@pytest.mark.parametrize("row", [*WHERES, *DECLARED, *FUNCTIONS, *FORMS, *MODULES], ids=operator.itemgetter(0))
+@pytest.mark.parametrize("row", [*WHERES, *DECLARED, *FUNCTIONS, *FORMS, *CALLS, *MODULES], ids=operator.itemgetter(0))
 def test_a_mistake_is_answered(row):
     check(row)

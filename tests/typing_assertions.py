@@ -61,7 +61,7 @@ def declarations() -> None:
     model = assert_type(make(), Codec)
     assert_type(model.mean, jax.Array)
     assert_type(Wide(jnp.zeros(3), jnp.ones((3, 2)), jnp.ones((2, 3)), extra=2).extra, int)
-    tp.declare(Wide, frozen="mean", ties={"decoder": ("encoder", jnp.transpose)})
+    tp.declare(Wide, freeze="mean", ties={"decoder": ("encoder", jnp.transpose)})
     if TYPE_CHECKING:
         Codec()  # type: ignore
         Codec(jnp.zeros(3), jnp.ones(2), jnp.ones(2), jnp.ones(()), "name", 3)  # type: ignore

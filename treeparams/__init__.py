@@ -49,6 +49,7 @@ from ._summary import summary as summary
 from ._tie import tie as tie, untie as untie
 from ._tree.copying import copy as copy
 from ._tree.declare import declare as declare, field as field
+from ._tree.text import answer_calls as _answer_calls
 from ._walk import (
     biwalk as biwalk,
     global_norm as global_norm,
@@ -70,6 +71,8 @@ if _TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
+
+_answer_calls(__name__, globals())
 
 _MODULES = ("lax", "matrices", "nested", "optim", "plot", "saving", "sharding", "types")
 

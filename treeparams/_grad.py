@@ -20,7 +20,7 @@ from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
 from ._tree.memory import name_deleted
-from ._tree.text import count_of, describe, quoted
+from ._tree.text import count_of, describe, function_name, quoted
 from ._tree.types import PyTree, widened
 
 P = ParamSpec("P")  # the model and further arguments; not told apart, or a lambda's model would be an `object`
@@ -348,6 +348,12 @@ def _check_loss_options(trainable: object, has_aux: object) -> None:
         raise TypeError(
             "gradients are with respect to the model, the first argument of the loss; drop the number, got "
             f"{trainable} for trainable="
+        )
+    code = getattr(trainable, "__code__", None)  # of a function
+    if code is not None and code.co_argcount - len(getattr(trainable, "__defaults__", None) or ()) > 1:
+        raise TypeError(
+            f"expected a `where`, such as a function of the model alone, got {function_name(trainable)}, which takes "
+            "more; the loss comes first: tp.grad(loss, trainable)(model, x)"
         )
     if not isinstance(has_aux, bool):
         raise TypeError(f"has_aux must be True or False, got {describe(has_aux)}; write tp.grad(loss)(model, x)")

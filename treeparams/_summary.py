@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 
 from ._forms.restructure import Restructure, known_leaves
 from ._slots.index import Index, no_arrays
-from ._slots.layout import Layout, Trainable, look_up
+from ._slots.layout import Layout, Trainable, check_is_model, look_up
 from ._tree.paths import join_path, split_path
 from ._tree.recognise import structure_of
 from ._tree.text import Table, as_html, as_text, count_of, first_few, in_bytes
@@ -151,6 +151,7 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
         index, _, places = known_leaves(model)
     else:
         leaves, _, structure = structure_of(model)
+        check_is_model(leaves, structure)
         index, places = look_up(structure, trainable, leaves)[1], {}
     structure, rows = index.structure, []
     for i, (path, spec) in enumerate(zip(structure.paths, structure.specs, strict=True)):

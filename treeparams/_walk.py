@@ -13,7 +13,7 @@ from ._forms.mesh import is_sharded
 from ._slots.layout import Trainable
 from ._slots.match import Tied, per_slot
 from ._slots.parts import Parts, take_apart
-from ._tree.memory import name_deleted
+from ._tree.memory import name_deleted, warn
 from ._tree.structure import flatten, is_array
 from ._tree.text import describe
 from ._tree.types import PyTree
@@ -253,6 +253,8 @@ def global_norm(tree: PyTree) -> jax.Array:
         modulus. The sum is scaled by the largest entry, so it neither overflows nor vanishes; infinite entries give
         infinity, NaN gives NaN. The gradient at zero is zero.
     """
+    if type(tree) is tuple and len(tree) == 2 and getattr(tree[0], "shape", None) == () and not is_array(tree[1]):
+        warn("the norm is of a scalar too; of (value, grads) write tp.global_norm(grads)", about=(global_norm,))
     arrays = [leaf for leaf in flatten(tree)[0] if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return _norm_of_arrays(arrays)
 

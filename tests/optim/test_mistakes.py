@@ -44,6 +44,10 @@ def around(wrap: Callable[[Any], optax.GradientTransformation], t: Any) -> objec
     return wrap(t.tx).init({"a": t.x, "b": t.x})
 
 
+def updates_of(t: Any) -> object:
+    return t.tx.update(t.grads, t.state, t.model)[0]
+
+
 OTHER_TREE = r"from another tree.*write state = tx.init\(model\) with the whole model, not eqx.filter\(model, ...\)"
 ORDER = "the third argument is the state, got {}; the order is model, state = optim.step"
 PLAIN = r"tx is plain Optax.*write tx = optim.trainable\(tx\)"
@@ -73,6 +77,10 @@ OPTIM: list[Row] = [
     ("value and grads", lambda t: t.tx.update((1.0, t.grads), t.state, t.model), ValueError, "got a tuple of 2.*pass"),
     ("grads of examples", lambda t: t.tx.update({"layers": ({"bias": t.x},)}, t.state, t.model), ValueError, "at 'lay"),
     ("None for grads", lambda t: t.tx.update(None, t.state, t.model), TypeError, r"as tp.grad\(loss\)\(model\) ret"),
+    ("updates, model", lambda t: optim.apply_updates(updates_of(t), t.model), ValueError, "the model comes first"),
+    ("trainable(freeze=)", lambda t: optim.trainable(t.adam, freeze="w"), TypeError, "'freeze'; write trainable=\"!"),
+    ("trainable(frozen=)", lambda t: optim.trainable(t.adam, frozen="zeros"), TypeError, 'write missing="zeros"'),
+    ("to_optax(tx=)", lambda t: optim.to_optax(t.tx, t.state, target=t.x), TypeError, "'target'; write like=..."),
     ("updates of models", lambda t: optim.apply_updates(t.params, t.model), ValueError, "the model comes first"),
     ("updates and state", lambda t: optim.apply_updates(t.model, (t.grads, t.state)), ValueError, "got a tuple of 2"),
     ("optax.adam", lambda t: optim.trainable(optax.adam), TypeError, "got adam; call it with its arguments, as in"),

@@ -185,7 +185,7 @@ def test_frozen_globs_are_relative_to_each_instance():
         ("layers.7", ("0.weight", "0.bias", "0.layers.0.bias", "0.layers.0.weight")),
     ):
         cls = type("Declared", (Foreign,), {})
-        tp.declare(cls, frozen=frozen)
+        tp.declare(cls, freeze=frozen)
         assert tp.layout([cls(leaf(), leaf(), [pair()])]).paths == paths
 
 
@@ -194,12 +194,12 @@ def test_subclasses_inherit_and_declaring_again_replaces():
     child = type("Child", (base,), {})
     build = lambda cls: cls(leaf(2), leaf(2))
     assert tp.layout(build(base)).paths == ("weight", "bias")
-    tp.declare(base, frozen="bias")  # after a first look
+    tp.declare(base, freeze="bias")  # after a first look
     assert tp.layout(build(base)).paths == tp.layout(build(child)).paths == ("weight",)
-    tp.declare(child, ties={"bias": "weight"}, frozen="weight")
+    tp.declare(child, ties={"bias": "weight"}, freeze="weight")
     assert tp.layout(build(child)).paths == ()
     assert tp.layout(build(child)).ties == {"weight": ("bias",)}
-    tp.declare(base, frozen=())
+    tp.declare(base, freeze=())
     tp.declare(child, ties={"weight": "bias"})
     assert tp.layout(build(base)).paths == ("weight", "bias")
     assert tp.layout(build(child)).paths == ("bias",)
@@ -207,14 +207,14 @@ def test_subclasses_inherit_and_declaring_again_replaces():
 
 def test_classes_that_are_no_dataclass():
     cls = type("Declared", (Pair,), {})
-    tp.declare(cls, frozen="second", ties={"first.1": "first.0"})
+    tp.declare(cls, freeze="second", ties={"first.1": "first.0"})
     layout = tp.layout({"p": cls([leaf(), leaf()], leaf()), "q": Pair(leaf(), leaf())})
     assert layout.paths == ("p.first.0", "q.first", "q.second")
     assert layout.ties == {"p.first.0": ("p.first.1",)}
 
 
 def test_declaring_a_field_that_is_not_there():
-    for declaration in ({"frozen": ("bias", "wieght.*")}, {"ties": {"bias": ("wieght.0", jnp.transpose)}}):
+    for declaration in ({"freeze": ("bias", "wieght.*")}, {"ties": {"bias": ("wieght.0", jnp.transpose)}}):
         with pytest.raises(ValueError, match=r"Foreign has no field for 'wieght.*; nearest: 'weight'"):
             tp.declare(Foreign, **declaration)
     assert tp.layout(Foreign(leaf(), leaf())).paths == ("weight", "bias")

@@ -54,6 +54,8 @@ def change(structure: Structure, follows: Follows, said: Said, where: Where | No
     if where is None:
         return
     selected = select(structure, where, follows)
+    if trained and all(said.get(i, True) for i in selected):
+        raise ValueError(f"{name_of(where)} selects nothing that is frozen, so there is nothing to thaw")
     said |= dict.fromkeys(selected, trained)
     for alias, places in follows.items():
         if not places.isdisjoint(selected):
@@ -92,7 +94,7 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
     if any(entry.isdigit() for entry in below):
         raise TypeError(
             f"{node.cls.__qualname__} declares which fields train but is a pytree without field names; register "
-            "it with keys (jax.tree_util.register_dataclass), or write tp.declare(cls, frozen=...) with positions"
+            "it with keys (jax.tree_util.register_dataclass), or write tp.declare(cls, freeze=...) with positions"
         )
     for name, trained in said.fields.items():
         inside = below.get(quote(name), [])

@@ -194,7 +194,8 @@ def no_where(structure: Structure, value: object) -> str:
         return f"{expected}, got {describe(value)} itself: {remedy}"
     if leaves and not jtu.treedef_is_leaf(treedef) and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
         return f"{expected}, got a mask, which is not accepted here: pass it as trainable="
-    return f"{expected}, got {describe(value)}: {value!r:.80}"
+    position = "; a path is one text, such as 'layers.0'" if isinstance(value, int) else ""
+    return f"{expected}, got {describe(value)}: {value!r:.80}{position}"
 
 
 def _single(where: object) -> Iterator[object]:

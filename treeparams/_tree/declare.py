@@ -15,7 +15,7 @@ import jax
 
 from .paths import Glob, join_path, nearest, quote, split_path
 from .static_keys import with_object
-from .text import describe, function_name
+from .text import describe, function_name, unknown_argument
 
 Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
 """Ties as users write them: `{alias: path}` or `{alias: (path, transform)}`."""
@@ -111,25 +111,18 @@ else:
             kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
         try:
             return eqx.field(**kwargs)
-        except TypeError as error:
-            _refuse_unknown(kwargs)
-            raise error
-
-
-def _refuse_unknown(arguments: Mapping[str, object]) -> None:
-    """Raises a `TypeError` that names an argument that no field accepts, and the one that is probably meant."""
-    known = [*_FIELD, *inspect.signature(eqx.field).parameters, *inspect.signature(dataclasses.field).parameters]
-    for name in arguments:
-        if name not in known:
-            is_frozen = name in ("frozen", "freeze", "requires_grad", "train")
-            meant = "; write trainable=False" if is_frozen else nearest(name, known, 1)
-            raise TypeError(f"tp.field has no argument {name!r}{meant}")
+        except TypeError:
+            theirs = inspect.signature(eqx.field).parameters | inspect.signature(dataclasses.field).parameters
+            said = unknown_argument("tp.field", [*_FIELD, *theirs], kwargs)
+            if said:
+                raise TypeError(said) from None
+            raise  # it is about the values
 
 
 _FIELD = ("trainable", "tied_to", "transform")
 
 
-def declare(cls: type, *, frozen: str | Sequence[str] = (), ties: Given | None = None) -> None:
+def declare(cls: type, *, freeze: str | Sequence[str] = (), ties: Given | None = None) -> None:
     """Declares which fields of a class are frozen and which are tied in every instance.
 
     Use it for classes that you do not own. In your own classes use `tp.field`, except for ties of arrays further down.
@@ -137,11 +130,11 @@ def declare(cls: type, *, frozen: str | Sequence[str] = (), ties: Given | None =
     >>> import equinox as eqx, jax, treeparams as tp
     >>> class Norm(eqx.nn.LayerNorm):  # stands for a class of another package
     ...     pass
-    >>> tp.declare(Norm, frozen="bias")
+    >>> tp.declare(Norm, freeze="bias")
     >>> tp.layout(Norm(4)).paths
     ('weight',)
 
-    To freeze names in dictionaries, declare them for `dict`: `tp.declare(dict, frozen="batch_stats")` freezes
+    To freeze names in dictionaries, declare them for `dict`: `tp.declare(dict, freeze="batch_stats")` freezes
     everything under that key in any dictionary of the process, such as Flax's variables.
 
     Subclasses inherit the declaration. A second declaration for a class replaces the first. Programs that plain
@@ -149,7 +142,7 @@ def declare(cls: type, *, frozen: str | Sequence[str] = (), ties: Given | None =
 
     Args:
         cls: the class of a pytree node.
-        frozen: globs over paths relative to an instance; all parameters at or below a match are frozen.
+        freeze: globs over paths relative to an instance; all parameters at or below a match are frozen.
         ties: `{alias: path}` or `{alias: (path, transform)}`, paths relative to an instance; as for `tp.layout`.
 
     Raises:
@@ -159,9 +152,9 @@ def declare(cls: type, *, frozen: str | Sequence[str] = (), ties: Given | None =
     if not isinstance(cls, type):
         got = repr(cls) if isinstance(cls, str) else describe(cls)
         raise TypeError(f"tp.declare expects a class, got {got}; for one model write tp.layout(model, freeze=...)")
-    frozen = (frozen,) if isinstance(frozen, str) else frozen
+    frozen = (freeze,) if isinstance(freeze, str) else freeze
     if not (isinstance(frozen, Sequence) and all(isinstance(glob, str) for glob in frozen)):
-        raise TypeError(f'frozen must be a glob over paths or several, such as "bias" or "**", got {describe(frozen)}')
+        raise TypeError(f'freeze must be a glob over paths or several, such as "bias" or "**", got {describe(frozen)}')
     frozen, ties = tuple(frozen), read_ties(ties or {})
     sources = [read_source(source, f"tp.declare, {alias!r}")[0] for alias, source in ties.items()]
     names = getattr(cls, "_fields", ())  # of a NamedTuple

@@ -1,16 +1,19 @@
 """Values and counts in words; tables as text and as HTML, for terminals and notebooks."""
 
 import contextlib
+import functools
 import html
 import importlib
 import inspect
 import itertools
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
+
+from .paths import nearest
 
 _ROWS = 40
 _NAMES = 6
@@ -192,7 +195,7 @@ def in_bytes(count: int) -> str:
 def _in_units(count: int, unit: str) -> str:
     """Formats a count of some unit, with at most four digits.
 
-    >>> in_units(2_500_000, "FLOP")
+    >>> _in_units(2_500_000, "FLOP")
     '2.5 MFLOP'
     """
     scaled, prefixes = count / 1000, "kMGTPEZ"
@@ -254,3 +257,60 @@ def _cell(tag: str, is_right: bool, cell: str) -> str:
     side = "right" if is_right else "left"
     style = f"text-align:{side};font-family:monospace;white-space:pre"
     return f'<{tag} style="{style}">{html.escape(in_one_line(cell))}</{tag}>'
+
+
+# -- Calls that do not fit ---------------------------------------------------------------------------------------------
+
+# What others call an argument, by the name that it has here; the first that a function has is meant.
+_MEANT = {
+    "freeze": "freeze frozen freezed freezing requires_grad train",
+    "thaw": "thawed unfreeze unfrozen",
+    "ties": "tie tied tied_to",
+    "tied_to": "tie tied ties",
+    "to": "tie tied ties tied_to source",
+    "trainable": "where mask filter_spec filter wrt argnums params thaw freeze frozen freezed requires_grad train",
+    "decay": "momentum beta alpha",
+    "pieces": "steps microbatches chunks num_microbatches every_k_schedule",
+    "like": "target template item",
+}
+
+
+def answer_calls(package: str, names: dict[str, Any]) -> None:
+    """Makes the functions among the public names of a package answer calls that do not fit them."""
+    for name, value in list(names.items()):
+        if name[0] != "_" and inspect.isfunction(value):
+            label = "tp" if package == "treeparams" else package.removeprefix("treeparams.")
+            names[name] = _answering(f"{label}.{name}", value)
+            names[name].__module__ = package  # under which it pickles
+
+
+def _answering(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def answering(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:  # only then is it worth a look at the call
+            signature = inspect.signature(function)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as slip:
+                shown = [each + "=..." * (its.kind is its.KEYWORD_ONLY) for each, its in signature.parameters.items()]
+                said = unknown_argument(name, signature.parameters, kwargs) or f"{name}: {slip}"
+                raise TypeError(f"{said}; it is {name}({', '.join(shown)})") from None
+            raise
+
+    return answering
+
+
+def unknown_argument(name: str, known: Collection[str], given: Mapping[str, object]) -> str:
+    """Returns words for the first argument that a function does not have, and for what is meant; empty for none."""
+    for other in given.keys() - known:
+        meant = next((each for each, words in _MEANT.items() if each in known and other in words.split()), "")
+        if given[other] == "zeros" and "missing" in known:
+            hint = '; write missing="zeros"'
+        elif meant == "trainable" and other in _MEANT["freeze"].split():
+            hint = "; write trainable=False" if "tied_to" in known else '; write trainable="!..." with what is frozen'
+        else:
+            hint = f"; write {meant}=..." if meant else nearest(other, known, 1)
+        return f"{name} has no argument {other!r}{hint}"
+    return ""

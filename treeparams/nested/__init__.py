@@ -12,6 +12,7 @@ counts once; frozen arrays cost nothing. You may give a tangent as a vector, as 
 `tp.grad`, and get the result in the same form.
 """
 
+from .._tree.text import answer_calls as _answer_calls
 from ._curvature import (
     Operator as Operator,
     ggn_operator as ggn_operator,
@@ -32,3 +33,5 @@ from ._jacobian import (
     per_example_gradients as per_example_gradients,
 )
 from ._reals import real_vector as real_vector
+
+_answer_calls(__name__, globals())

@@ -14,6 +14,7 @@ Their states and reports are in `treeparams.types`, for annotations. Only this m
 states, import Optax.
 """
 
+from .._tree.text import answer_calls as _answer_calls
 from ._clip import clip_by_global_norm as clip_by_global_norm
 from ._from_state import eval_params as eval_params, value_and_grad_from_state as value_and_grad_from_state
 from ._groups import groups as groups, report as report
@@ -24,3 +25,5 @@ from ._scaled import scaled as scaled
 from ._set_trainable import adjust as adjust, set_trainable as set_trainable
 from ._step import apply_updates as apply_updates, step as step
 from ._trainable import trainable as trainable
+
+_answer_calls(__name__, globals())

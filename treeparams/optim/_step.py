@@ -153,7 +153,12 @@ def apply_updates(model: M, updates: PyTree) -> M:
     # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
     layout, index = look_up(structure_of(model)[2], None)
     parts = take_apart(model, trained_at(layout, index.distinct))
-    return _moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True), {})
+    try:
+        return _moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True), {})
+    except ValueError as error:
+        if type(model) is type(updates) and len(jax.tree.leaves(updates)) > len(jax.tree.leaves(model)):
+            raise ValueError("the model comes first; write optim.apply_updates(model, updates)") from error
+        raise
 
 
 def _moved(parts: Parts[M], steps: Sequence[Any], copies: Mapping[str, jax.Array]) -> M:

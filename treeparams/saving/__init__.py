@@ -5,7 +5,10 @@ from any source to the arrays of a model, and shows you the mapping before you l
 states and averages along. `dumps` and `loads` do the same as `save` and `load` for messages between processes.
 """
 
+from .._tree.text import answer_calls as _answer_calls
 from ._message import dumps as dumps, loads as loads
 from ._names import names as names
 from ._plan import Plan as Plan, plan as plan
 from ._save import load as load, metadata as metadata, save as save
+
+_answer_calls(__name__, globals())
