@@ -165,3 +165,49 @@ def test_a_plan_is_made_of_the_metadata_and_takes_what_is_restored(saved):
     assert bits(new["weights"]) == bits(jnp.stack([layer.weight for layer in old.layers]))
     assert bits(new["scales"]) == bits(jnp.stack([layer.scale for layer in old.layers]))
     assert all(leaf.sharding == sharding(leaf, 2) for leaf in jax.tree.leaves(new))
+
+
+FROZEN = {
+    "Adam": optax.adam(0.1),
+    "clip": optax.chain(optim.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(0.1)),
+    "groups": optim.groups({"layers": optax.adam(0.1)}, default=optax.sgd(0.1, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_state_restored_without_a_target_is_that_of_its_plan(name, tmp_path):
+    """Whatever was frozen and thawed; the plan may rename it."""
+    tx, model = optim.trainable(FROZEN[name]), make(0)
+    state = optim.set_trainable(tx, tx.init(model), model, "layers.[01]")
+    ones = jax.tree.map(jnp.ones_like, tp.partition(model, state.layout)[0])
+    model, state = optim.step(tx, ones, state, model)
+    for choice in ("layers.[01]", None, "layers.[12]"):
+        state = optim.set_trainable(tx, state, model, choice)
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "state", state, force=True)
+            checkpointer.wait_until_finished()
+            restored_state = checkpointer.restore(tmp_path / "state")
+        back = saving.plan(model, model).state(restored_state, like=tx.init(model))
+        assert jax.tree.structure(back) == jax.tree.structure(state)
+        assert bits(back) == bits(state)
+        new = {"net": model}
+        renamed = saving.plan(model, new, rename={"**": "net.**"})
+        if name != "groups":
+            assert bits(renamed.state(restored_state, like=tx.init(new))) == bits(state)
+
+
+@pytest.mark.parametrize("form", ["vector", "stacks"])
+def test_of_joined_arrays_nothing_tells_their_parameters(form, tmp_path):
+    tx, model = optim.trainable(optax.adam(0.1), form=form), {"a": jnp.ones(2), "b": jnp.ones(2)}
+    plan = saving.plan(model, model)
+    for where in (None, "a"):
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / f"{where}", optim.trainable(optax.adam(0.1), where, form=form).init(model))
+            checkpointer.wait_until_finished()
+            back = checkpointer.restore(tmp_path / f"{where}")
+        if where is None:
+            assert bits(plan.state(back, like=tx.init(model))) == bits(tx.init(model))
+            continue
+        for like in (tx, optim.trainable(optax.adam(0.1), "b", form=form)):
+            with pytest.raises(ValueError, match="nothing tells which parameters the arrays of the state are of"):
+                plan.state(back, like=like.init(model))

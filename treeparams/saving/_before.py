@@ -15,9 +15,9 @@ import jax
 from jax.core import Tracer
 
 from .._files.arrays import as_in_jax
-from .._files.names import Names, is_below, name_of, split_name, with_ties
+from .._files.names import Names, head_of, is_below, name_of, split_name, with_ties
 from .._files.values import histories_in, specs_in
-from .._forms.states import Copies, Entries, Owners, Piece, Place, entries_of
+from .._forms.states import Copies, Division, Entries, Owners, Piece, Place, entries_of
 from .._slots.layout import index_of
 from .._tree.paths import join_path, split_path
 from .._tree.text import first_few
@@ -130,8 +130,8 @@ class Source(NamedTuple):
     of: Mapping[str, tuple[str, Before]]
 
 
-def histories_before(movers: Movers, source: Any) -> Source:
-    """Returns the histories of a state of the plan's source."""
+def histories_before(movers: Movers, source: Any, fresh: Copies) -> Source:
+    """Returns the histories of a state of the plan's source; `fresh` is a fresh state of its rule."""
     if isinstance(source, TrainableState):
         histories, index = _of_state(source), index_of(source.layout)
         specs: Any = dict(zip(index.structure.paths, index.structure.specs, strict=True))
@@ -140,6 +140,8 @@ def histories_before(movers: Movers, source: Any) -> Source:
         words = names.states[""]
         histories, specs = _of_words(names, words), specs_in(words)
         aliases = {alias: path for path, also, *_ in words["slots"] for alias in also}
+    elif "counts.0" in names.specs:
+        histories, specs, aliases = _restored(movers, names, fresh), movers.source.specs, {}
     else:
         raise ValueError(
             "expected a state of optim.trainable, or the names of one, such as saving.names(path, 'optimiser'); got "
@@ -166,6 +168,42 @@ def _of_state(state: TrainableState) -> list[Before]:
         copies = Copies(shapes, entries_of(run), division)
         copies.check()
         found.append(Before((side, str(i)), copies, int(_known(count)), waits=side == "held"))
+    return found
+
+
+def _restored(movers: Movers, source: Names, fresh: Copies) -> list[Before]:
+    """Returns the histories of a state without its class, as Orbax restores one, by the paths of its arrays."""
+    specs, owned = movers.source.specs, dict(fresh.owned())
+    places = {owners.place for owners in owned.values() if owners is not None}
+    known = {split_name(name): name for name in specs}
+
+    def owners_of(entries: Entries) -> Owners | None:
+        for before, after in places:
+            own = entries[len(before) : len(entries) - len(after)]
+            if entries == (*before, *own, *after) and own in known:
+                return Owners((known[own],), (before, after), None, (), False)
+        return None
+
+    heads = {split_name(name)[:2] for name in source.specs if head_of(name) in ("runs", "held")}
+    counts = [source[name] for i in range(len(source.specs)) if (name := f"counts.{i}") in source.specs]
+    is_joined = any(owners is not None and owners.axis is not None for owners in owned.values())
+    found = list[Before]()
+    for at, count in zip(sorted(heads, key=lambda at: (at[0] == "held", int(at[1]))), counts, strict=False):
+        arrays = _Arrays(source, join_path(at))
+        its = [owned.get(entries) if is_joined else owners_of(entries) for entries in arrays]
+        paths = list(dict.fromkeys(path for owners in its if owners is not None for path in owners.paths))
+        if len(counts) == 1 and not is_joined:
+            paths = [name for name, spec in specs.items() if spec.parameter and (not paths or name in paths)]
+        is_same = {at: array.shape for at, array in fresh.arrays.items()} == {at: arrays[at].shape for at in arrays}
+        is_all = set(paths) == {name for name, spec in specs.items() if spec.parameter}
+        if paths and (not is_joined or (len(counts) == 1 and is_same and is_all)):
+            copies = Copies({path: specs[path].shape for path in paths}, arrays, Division(tuple(its)))
+            found.append(Before(at, copies, int(_known(count)), waits=at[0] == "held"))
+    if len(found) < len(counts):
+        raise ValueError(
+            "nothing tells which parameters the arrays of the state are of, since they are joined, or since there are "
+            "none; restore it into the shapes of a state, jax.eval_shape(lambda: state)"
+        )
     return found
 
 

@@ -54,13 +54,14 @@ def carried_state(movers: Movers, source: Any, like: TrainableState) -> Trainabl
     """Carries a state over to the new model; see `Plan.state`."""
     if not isinstance(like, TrainableState):
         raise TypeError(f"expected a fresh state of the new model, like=tx.init(model), got {describe(like)}")
-    before = histories_before(movers, source)
     if len(like.runs) + len(like.held) > 1:
         raise ValueError("expected a fresh state of the new model, like=tx.init(model), got one with several histories")
     movers.check_like([(slot.path, slot) for slot in like.layout.slots], "tx.init(model)")
     if not like.runs:
         return like
-    moving = _Moving(movers, before, _fresh(like), groups_in(like.runs[0]))
+    fresh = _fresh(like)
+    before = histories_before(movers, source, fresh)
+    moving = _Moving(movers, before, fresh, groups_in(like.runs[0]))
     _check_memory(moving, like)
     histories = [moving.history(like, home) for home in dict.fromkeys([*before.histories, None])]
     moving.check_lost()
