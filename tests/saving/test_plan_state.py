@@ -79,74 +79,52 @@ def _after():
 
 RULE = optax.adam(0.1)
 _ADAMW = optax.inject_hyperparams(optax.adamw)(0.1, weight_decay=0.01)
-ELEMENTWISE = {
-    "clip": (optim.trainable, optax.chain(optim.clip_by_global_norm(1.0), _ADAMW)),
-    "vector": (VECTOR, _ADAMW),
-    "stacks per leaf": (STACKS, optim.per_leaf(optax.adam(0.1))),
+FORMS = {"tree": optim.trainable, "vector": VECTOR, "stacks": STACKS}
+RULES = {
+    "adam": optax.adam(0.1),
+    "injected": optax.chain(optim.clip_by_global_norm(1e6), _ADAMW),
+    "schedule": optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9),
+    "every other step": optax.MultiSteps(optax.rmsprop(0.1), 2).gradient_transformation(),
 }
-elementwise = pytest.mark.parametrize(("form", "rule"), ELEMENTWISE.values(), ids=ELEMENTWISE.keys())
+RENAMED = {"model": _before()["net"], "z": ramp(2)}
+PLANS = {
+    "the same": (_before(), {}, _before(), {}),
+    "renamed": (RENAMED, {"rename": RENAMES}, _before(), {"rename": {"model.**": "net.**"}}),
+    "split, merged, stacked": (
+        _after(),
+        {"rename": CHANGES, "transform": FUNCTIONS},
+        _before(),
+        {"rename": BACK, "transform": BACK_FUNCTIONS},
+    ),
+}
+# The first form is that of the old state, the second that of the new one.
+LAW = [
+    *((name, "adam", one, other) for name in PLANS for one, other in (("tree", "vector"), ("stacks", "tree"))),
+    *(("renamed", rule, "tree", "tree") for rule in RULES),
+    *(("split, merged, stacked", rule, "stacks", "stacks") for rule in RULES),
+    *(("split, merged, stacked", rule, "vector", "vector") for rule in ("injected", "schedule")),
+]
 
 
-@elementwise
-def test_renamed_it_is_what_it_was(form, rule, tmp_path):
-    tx, old, new = made(form, rule), _before(), {"model": _before()["net"], "z": ramp(2)}
-    state, like = taken(fresh(tx, old)), fresh(tx, new)
-    saving.save(tmp_path / "run.safetensors", {"model": old, "optimiser": state})
-    plan = saving.plan(tp.layout(old), new, rename=RENAMES)
-    carried = plan.state(state, like)
-    assert jax.tree.structure(carried) == jax.tree.structure(like)
-    assert assert_same(jax.tree.leaves(carried), jax.tree.leaves(state)) > 9  # in one order
-    from_file = plan.state(saving.names(tmp_path / "run.safetensors", "optimiser"), like)
-    assert not tp.diff(from_file, carried)
-    assert_same(from_file, carried)
-
-
-@pytest.mark.parametrize("form", [VECTOR, STACKS])
-def test_from_form_to_form(form):
-    model = {"a": ramp(2, 2), "b": ramp(3), "c": ramp(2, 2)}
-    plan, tree = saving.plan(model, model), taken(fresh(made(optim.trainable, RULE), model))
-    like = fresh(made(form, RULE), model)
-    other = plan.state(tree, like)
-    assert jax.tree.structure(other) == jax.tree.structure(like)
-    assert [leaf.shape for leaf in jax.tree.leaves(other)] == [leaf.shape for leaf in jax.tree.leaves(like)]
-    assert_same(plan.state(other, tree), tree, identity=False)
-    moments, there = tree.runs[0][0].mu, other.runs[0][0].mu
-    rows = np.stack([moments["a"], moments["c"]])
-    joined = np.concatenate([its.ravel() for its in moments.values()])
-    np.testing.assert_array_equal(*((there, joined) if form is VECTOR else (there["float32[2,2]"], rows)))
-
-
-@elementwise
-def test_there_and_back_it_is_what_it_was(form, rule):
-    tx, old, new = made(form, rule), _before(), _after()
-    state, like = taken(fresh(tx, old)), fresh(tx, new)
-    there = saving.plan(old, new, rename=CHANGES, transform=FUNCTIONS)
-    back = saving.plan(new, old, rename=BACK, transform=BACK_FUNCTIONS)
-    carried = there.state(state, like)
-    assert jax.tree.structure(carried) == jax.tree.structure(like)
-    assert_same(back.state(carried, fresh(tx, old)), state, identity=False)
-    assert_same(back(there(old)), old)
-
-
-def test_it_goes_on(tmp_path):
-    """Bit for bit after renames, up to rounding after others, from a file too."""
-    tx, old = made(*ELEMENTWISE["stacks per leaf"]), _before()
-    old, state = _steps(tx, tx.init(old), old, 4)
-    saving.save(tmp_path / "run.safetensors", {"model": old, "optimiser": state})
-    renamed = saving.plan(old, {"model": _before()["net"], "z": ramp(2)}, rename=RENAMES)
-    changed = saving.plan(old, _after(), rename=CHANGES, transform=FUNCTIONS)
-    later, later_state = _steps(tx, state, old, 3)
-    for plan, source in ((renamed, saving.names(tmp_path / "run.safetensors", "optimiser")), (changed, state)):
-        new = plan(old)
-        carried = plan.state(source, like=tx.init(new))
-        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(carried))
-        new, carried = _donated_steps(tx, carried, new, 3)
-        assert [int(count) for count in carried.counts] == [7]
-        if plan is changed:
-            assert_close(new, plan(later), 1e-6)
-        else:
-            assert_same(new, plan(later))
-            assert_same(jax.tree.leaves(carried), jax.tree.leaves(later_state))
+@pytest.mark.parametrize(("plan", "rule", "one", "other"), LAW, ids=map(", ".join, LAW))
+def test_steps_a_plan_and_steps_are_a_plan_of_all_steps(plan, rule, one, other, tmp_path):
+    """k steps, plan, k steps = plan of 2k steps; there and back is what it was; a file is as good as memory."""
+    new, arguments, old, back = PLANS[plan]
+    tx, its = made(FORMS[one], RULES[rule]), made(FORMS[other], RULES[rule])
+    there, again = saving.plan(tp.layout(old), new, **arguments), saving.plan(tp.layout(new), old, **back)
+    half, state = _steps(tx, tx.init(old), old, 3)
+    saving.save(tmp_path / "run.safetensors", {"model": half, "optimiser": state})
+    whole, whole_state = _steps(tx, state, half, 3)
+    fresh_one = its.init(there(half))
+    carried = there.state(state, like=fresh_one)
+    assert jax.tree.structure(carried) == jax.tree.structure(fresh_one)
+    assert_same(there.state(saving.names(tmp_path / "run.safetensors", "optimiser"), like=fresh_one), carried)
+    assert_same(again.state(carried, like=tx.init(old)), state, identity=False)
+    assert_same(again(there(half)), half, identity=False)
+    got, got_state = _donated_steps(its, carried, there(half), 3)
+    assert [int(count) for count in got_state.counts] == [6]
+    assert_close(got, there(whole), 1e-6)
+    assert_close(got_state.runs, there.state(whole_state, like=its.init(got)).runs, 1e-6)
 
 
 # -- Functions ---------------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class Change(Message):
                 buffers[name][:] = part
                 continue
             try:
-                _change(part, buffers[name], self._kinds[name].itemsize)
+                _set_rows(part, buffers[name], self._kinds[name].itemsize)
             except ValueError as error:
                 raise self.source.wrong(f"{name!r}: {error}") from None
 
@@ -129,12 +129,12 @@ def change_of(
 ) -> tuple[Inventory, dict[str, np.ndarray], dict[str, Any]]:
     """Returns how the arrays of a change are stored, their bytes, and the words of the message about them.
 
-    An array is left out if no bit of it has changed. It is sent as rows (`_rows_between`), or whole if the rows do not
+    An array is left out if no bit of it has changed. It is sent as rows (`_rows_of`), or whole if the rows do not
     save enough.
     """
     sent, parts, same, changed = dict[str, Kind](), dict[str, np.ndarray](), list[str](), list[str]()
     for name, part in after.items():
-        rows = _rows_between(before[name], part, kinds[name].itemsize)
+        rows = _rows_of(before[name], part, kinds[name].itemsize)
         if rows is None:
             sent[name], parts[name] = kinds[name], part
         elif len(rows):
@@ -165,7 +165,7 @@ _FURTHEST = 256  # from an element to the next one
 _MOST = 0.5  # of the bytes of an array, above which all of it is sent
 
 
-def _rows_between(before: np.ndarray, after: np.ndarray, itemsize: int) -> np.ndarray | None:
+def _rows_of(before: np.ndarray, after: np.ndarray, itemsize: int) -> np.ndarray | None:
     """Returns the rows that turn one array into another.
 
     Args:
@@ -201,7 +201,7 @@ def _rows_between(before: np.ndarray, after: np.ndarray, itemsize: int) -> np.nd
     return np.concatenate(found).view(np.uint8).reshape(-1, kind.itemsize)
 
 
-def _change(rows: np.ndarray, array: np.ndarray, itemsize: int) -> None:
+def _set_rows(rows: np.ndarray, array: np.ndarray, itemsize: int) -> None:
     """Changes the bytes of an array by the rows between it and another one."""
     kind = _row(itemsize)
     if rows.size % kind.itemsize:

@@ -91,7 +91,7 @@ class Before:
 
     def _read(self, entries: Entries) -> Any:
         name = join_path((*self.at, *entries))
-        return as_in_jax(name, _known(self.copies.arrays[entries], f" at {name!r}"))
+        return as_in_jax(name, _concrete(self.copies.arrays[entries], f" at {name!r}"))
 
     @functools.cached_property
     def _groups(self) -> dict[tuple[Entries, str], Entries]:
@@ -123,14 +123,14 @@ class Before:
                 yield entries, ""
 
 
-class Source(NamedTuple):
+class OldState(NamedTuple):
     """The histories of an old state; and the path and the history of each name of the plan's source."""
 
     histories: list[Before]
     of: Mapping[str, tuple[str, Before]]
 
 
-def histories_before(movers: Movers, source: Any, fresh: Copies) -> Source:
+def old_histories(movers: Movers, source: Any, fresh: Copies) -> OldState:
     """Returns the histories of a state of the plan's source; `fresh` is a fresh state of its rule."""
     if isinstance(source, TrainableState):
         histories, index = _of_state(source), index_of(source.layout)
@@ -154,7 +154,7 @@ def histories_before(movers: Movers, source: Any, fresh: Copies) -> Source:
     own |= {alias: own[name] for alias, name in aliases.items()}
     given = with_ties(movers.source, Names(own, lambda name: at[aliases.get(name, name)], aliases))
     check_given(given, movers.source, movers.source.specs.keys() & given.specs, movers.strict, are_wide=True)
-    return Source(histories, given)
+    return OldState(histories, given)
 
 
 def _of_state(state: TrainableState) -> list[Before]:
@@ -167,7 +167,7 @@ def _of_state(state: TrainableState) -> list[Before]:
         shapes = {structure.paths[leaf]: structure.spec(leaf).shape for leaf in leaves}
         copies = Copies(shapes, entries_of(run), division)
         copies.check()
-        found.append(Before((side, str(i)), copies, int(_known(count)), waits=side == "held"))
+        found.append(Before((side, str(i)), copies, int(_concrete(count)), waits=side == "held"))
     return found
 
 
@@ -198,7 +198,7 @@ def _restored(movers: Movers, source: Names, fresh: Copies) -> list[Before]:
         is_all = set(paths) == {name for name, spec in specs.items() if spec.parameter}
         if paths and (not is_joined or (len(counts) == 1 and is_same and is_all)):
             copies = Copies({path: specs[path].shape for path in paths}, arrays, Division(tuple(its)))
-            found.append(Before(at, copies, int(_known(count)), waits=at[0] == "held"))
+            found.append(Before(at, copies, int(_concrete(count)), waits=at[0] == "held"))
     if len(found) < len(counts):
         raise ValueError(
             "nothing tells which parameters the arrays of the state are of, since they are joined, or since there are "
@@ -214,12 +214,12 @@ def _of_words(source: Names, words: Mapping[str, Any]) -> list[Before]:
         arrays = _Arrays(source, path)
         copies = Copies({each: specs[each].shape for each in paths}, arrays, division_in(words, number, arrays))
         copies.check()
-        steps = int(_known(source[f"counts.{number}"]))
+        steps = int(_concrete(source[f"counts.{number}"]))
         found.append(Before(split_path(path), copies, steps, waits=side == "held"))
     return found
 
 
-def _known(array: Any, where: str = "") -> Any:
+def _concrete(array: Any, where: str = "") -> Any:
     """Returns an array of a state that has values."""
     if isinstance(array, Tracer):
         raise ValueError("call plan.state between steps, outside of jax.jit: its result depends on the number of steps")

@@ -32,7 +32,7 @@ from .._tree.text import describe, first_few
 from .._tree.types import Array, PyTree, in_dtype, is_inexact
 from ..optim._groups import groups_in
 from ..optim._state import Roles, TrainableState, in_own_buffers
-from ._before import Before, Source, histories_before, labelled_in, members_in, unlabelled
+from ._before import Before, OldState, labelled_in, members_in, old_histories, unlabelled
 from ._fit import check_given
 from ._movers import Movers
 from ._resume import like_history
@@ -40,7 +40,7 @@ from ._resume import like_history
 M = TypeVar("M")
 
 
-class _History(NamedTuple):
+class _Continued(NamedTuple):
     """A history of the new model: the steps it has taken, and whether it waits."""
 
     steps: int
@@ -60,12 +60,12 @@ def carried_state(movers: Movers, source: Any, like: TrainableState) -> Trainabl
     if not like.runs:
         return like
     fresh = _fresh(like)
-    before = histories_before(movers, source, fresh)
+    before = old_histories(movers, source, fresh)
     moving = _Moving(movers, before, fresh, groups_in(like.runs[0]))
     _check_memory(moving, like)
     histories = [moving.history(like, home) for home in dict.fromkeys([*before.histories, None])]
     moving.check_lost()
-    return _state_of(like, list(filter(None, histories)))
+    return _continued(like, list(filter(None, histories)))
 
 
 def _fresh(like: TrainableState) -> Copies:
@@ -84,7 +84,7 @@ class _Moving:
         homes: the old history that each new parameter continues; `None` for a new one.
     """
 
-    def __init__(self, movers: Movers, before: Source, fresh: Copies, groups: Iterator[Any]) -> None:
+    def __init__(self, movers: Movers, before: OldState, fresh: Copies, groups: Iterator[Any]) -> None:
         self.movers, self.before, self.fresh = movers, before, fresh
         self.reads = {path: self._reads(path) for path in fresh.shapes}
         self.homes = {path: next((history for _, history in its), None) for path, its in self.reads.items()}
@@ -101,7 +101,7 @@ class _Moving:
             raise ValueError(_no_home(path, {name: its and its[1] for name, its in found.items()}))
         return [its for its in found.values() if its]
 
-    def history(self, like: TrainableState, home: Before | None) -> _History | None:
+    def history(self, like: TrainableState, home: Before | None) -> _Continued | None:
         """Returns the history of the parameters that continue an old one, or begin.
 
         Only the rule knows the state that it keeps for some of the parameters, and there is no rule here to ask. So the
@@ -122,7 +122,7 @@ class _Moving:
         order = part.arrays if part is self.fresh else entries_of(run)
         arrays = [_as(self.fresh.arrays[at], made[at], join_path(at), part.arrays[at].shape) for at in order]
         run = jtu.tree_unflatten(jtu.tree_structure(run), arrays)
-        return _History(home.steps if home else 0, home is not None and home.waits, leaves, run, division)
+        return _Continued(home.steps if home else 0, home is not None and home.waits, leaves, run, division)
 
     # -- Of each parameter
 
@@ -277,10 +277,10 @@ def _check_memory(moving: _Moving, like: TrainableState) -> None:
     is_memory = optax.ScaleByLBFGSState.__instancecheck__
     nodes = jtu.tree_flatten_with_path(like.runs[0], is_leaf=is_memory)[0]
     for head in [key_entries(keys) for keys, node in nodes if is_memory(node)]:
-        after = _below(moving.fresh, head)
+        after = _axes(moving.fresh, head)
         reads = [each for path in after for each in moving.reads[path]]
         olds = {id(history): (history, history.same(head, old)) for old, history in reads}
-        before = {path: axis for history, its in olds.values() for path, axis in _below(history.copies, its).items()}
+        before = {path: axis for history, its in olds.values() for path, axis in _axes(history.copies, its).items()}
         # If parameters are joined along an axis, their memory is one array, and no parameter has a separate one.
         forms = {axis is None for axis in (*after.values(), *before.values())}
         homes = {moving.homes[path] for path in after}
@@ -291,7 +291,7 @@ def _check_memory(moving: _Moving, like: TrainableState) -> None:
             )
 
 
-def _below(copies: Copies, head: Entries) -> dict[str, int | None]:
+def _axes(copies: Copies, head: Entries) -> dict[str, int | None]:
     """Returns the parameters with arrays below a node of a state, and the axis along which these join them."""
     return {path: its[1].axis for (place, path), its in copies.at.items() if place[0][: len(head)] == head}
 
@@ -319,7 +319,7 @@ def _as(like: Array | jax.ShapeDtypeStruct, array: Array, name: str, shape: tupl
     return placed(name, array, like) if shape == like.shape else jnp.asarray(array)
 
 
-def _state_of(like: TrainableState, histories: Sequence[_History]) -> TrainableState:
+def _continued(like: TrainableState, histories: Sequence[_Continued]) -> TrainableState:
     """Returns the state of these histories, the oldest first, as after `optim.set_trainable`."""
     running = sorted([each for each in histories if not each.waits], key=lambda history: -history.steps)
     held = [each for each in histories if each.waits]

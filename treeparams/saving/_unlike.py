@@ -174,19 +174,16 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
                 f"converts it:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
             )
             continue
-        if here["slots"] != there["slots"] and any(each["problem"] for each in here["divisions"] + there["divisions"]):
-            there, here = (first_few([path for path, *_ in words["slots"]]) for words in (there, here))
-            yield (
-                f"the state at {path!r} is not kept leaf by leaf, so it fits only the parameters that it was made for: "
-                f"{there} in the {file.noun}, {here} in the tree; begin with tx.init(model)"
-            )
-            continue
         structure = index_of(state.layout).structure
         known = dict(zip(structure.paths, structure.specs, strict=True))
-        if together(here) != together(there) and specs_in(there).items() <= known.items():  # else its arrays tell
+        is_whole = any(each["problem"] for each in here["divisions"] + there["divisions"])
+        # Of parameters that the tree lacks the arrays tell.
+        if together(here) != together(there) and (is_whole or specs_in(there).items() <= known.items()):
+            there, here = (first_few([path for path, *_ in words["slots"]]) for words in (there, here))
             yield (
-                f"the state at {path!r} has other histories than the tree's, {_counts_in(there)} in the {file.noun} "
-                f"and {_counts_in(here)} in the tree, and its rule does not keep its state leaf by leaf"
+                f"the state at {path!r} has other histories in the {file.noun} than in the tree, and is not kept leaf "
+                f"by leaf, so it fits only the parameters that it was made for: {there} in the {file.noun}, {here} in "
+                "the tree; begin with tx.init(model)"
             )
 
 
@@ -240,9 +237,3 @@ def _pieces_in(words: Mapping[str, Any] | None) -> dict[tuple[str, ...], list[st
         for history, said in zip(histories_in(words), words["divisions"], strict=True)
         for name, (block, *_) in said["owners"].items()
     }
-
-
-def _counts_in(words: Mapping[str, Any]) -> str:
-    """Describes how many parameters each history has."""
-    running, held = (", ".join(str(len(each)) for each in words[side]) for side in ("running", "held"))
-    return f"of {running or 'no'} parameters" + (f" and {held} that wait" if held else "")
