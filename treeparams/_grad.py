@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.typing import ArrayLike
 
-from ._forms.mesh import result_varies, split_over, vary, varying
+from ._forms.mesh import result_varies, vary, varying
 from ._reached import reaches
 from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
@@ -264,7 +264,7 @@ def accumulate(
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
         parts, examples = take_apart(model, trainable), _count_examples(batch)
-        devices = math.lcm(*(split_over(array) for array in jax.tree.leaves(batch)))
+        devices = math.lcm(*(_split_over(array) for array in jax.tree.leaves(batch)))
         if not parts.slots:
             warn_of_nothing(parts.index)
 
@@ -306,6 +306,13 @@ def _summed(
     value, *grads = add(sums, whole * size, rest) if rest else sums
     grads = [jax.lax.psum(each, tuple(axes)) if axes else each for each, axes in zip(grads, added, strict=True)]
     return value.astype(dtypes[0]), [each.astype(slot.dtype) for each, slot in zip(grads, slots, strict=True)]
+
+
+def _split_over(array: ArrayLike) -> int:
+    """Returns over how many devices the leading axis of an array is split by type."""
+    sharding = jax.typeof(array).sharding
+    axes = sharding.spec[0] or ()
+    return math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
 
 
 def _count_examples(batch: PyTree) -> int:

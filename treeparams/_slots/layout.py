@@ -277,16 +277,8 @@ index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
 
 
-def _rows_between(here: Layout, there: Layout) -> tuple[Difference, ...]:
-    return here.diff(there).rows
-
-
-def _statics_of_nodes(layout: Layout) -> list[Any]:
-    return [node.static for node in index_of(layout).structure.nodes]
-
-
-rows_of[Layout] = _rows_between
-contents[Layout] = _statics_of_nodes
+rows_of[Layout] = lambda here, there: here.diff(there).rows
+contents[Layout] = lambda layout: [node.static for node in index_of(layout).structure.nodes]
 
 
 def _again(structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> Layout:

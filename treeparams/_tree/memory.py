@@ -210,13 +210,8 @@ def name_deleted(error: Exception, tree: PyTree) -> None:
     """
     leaves, treedef = flatten(tree)
     for leaf, path in zip(leaves, scan_tree(tree, leaves, treedef).paths, strict=True):
-        if _has_values(type(leaf)) and leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise RuntimeError(
                 f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model after "
                 "the step, keep a copy, tp.copy(model)"
             ) from error
-
-
-def _has_values(kind: type) -> bool:
-    """Returns whether a type is that of JAX arrays that have values."""
-    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from .declare import is_box
 from .paths import join_path, sibling_entries
 from .static_keys import StaticKeys, identical, is_settled, with_object
-from .text import describe, type_name
+from .text import describe
 from .types import PyTree, TreeDef, is_inexact, is_ref
 
 take = jtu.default_registry.flatten_one_level_with_keys
@@ -299,7 +299,8 @@ def scan_tree(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structur
     one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
     settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
     is_traced = bool([kind for kind in kinds if issubclass(kind, Tracer)])
-    values = tuple([None if spec else type_name(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
+    kind = lambda leaf: "function" if callable(leaf) else type(leaf).__name__
+    values = tuple([None if spec else kind(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
     arrays = tuple(specs), values, tuple(same)
     return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, refs_in(leaves), is_traced=is_traced)
 
