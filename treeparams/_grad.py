@@ -19,7 +19,7 @@ from ._reached import reaches
 from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
-from ._tree.memory import name_deleted
+from ._tree.memory import naming_deleted
 from ._tree.text import count_of, describe, function_name, quoted
 from ._tree.types import PyTree, widened
 
@@ -119,12 +119,10 @@ def value_and_grad(
             return call(parts.model(slots), *args, **kwargs)
 
         try:
-            value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
+            with naming_deleted(model):
+                value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
         except TypeError as error:
             _check_result(of_slots, parts.slots, has_aux, error)
-            raise
-        except (RuntimeError, ValueError) as error:
-            name_deleted(error, model)
             raise
         return value, parts.canonical([grad if yes else None for grad, yes in zip(grads, hit, strict=True)])
 

@@ -7,6 +7,7 @@ oldest.
 """
 
 import collections
+import contextlib
 import inspect
 import os
 import threading
@@ -203,15 +204,21 @@ def warn(message: str, about: Hashable = None) -> None:
     warnings.warn(message, UserWarning, stacklevel=levels)
 
 
-def name_deleted(error: Exception, tree: PyTree) -> None:
-    """Raises an error that names a deleted array of a tree, if there is one.
+@contextlib.contextmanager
+def naming_deleted(*trees: PyTree) -> Iterator[None]:
+    """Within this, an error of JAX becomes one that names a deleted array of these trees, if there is one.
 
-    Call it after JAX has failed: asking each array beforehand would cost more than all other checks.
+    Asking each array beforehand would cost more than all other checks.
     """
-    leaves, treedef = flatten(tree)
-    for leaf, path in zip(leaves, scan_tree(tree, leaves, treedef).paths, strict=True):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            raise RuntimeError(
-                f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model after "
-                "the step, keep a copy, tp.copy(model)"
-            ) from error
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        for tree in trees:
+            leaves, treedef = flatten(tree)
+            for leaf, path in zip(leaves, scan_tree(tree, leaves, treedef).paths, strict=True):
+                if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+                    raise RuntimeError(
+                        f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model "
+                        "after the step, keep a copy, tp.copy(model)"
+                    ) from error
+        raise
