@@ -19,7 +19,7 @@ from ._reached import reaches
 from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
-from ._tree.memory import naming_deleted
+from ._tree.structure import naming_deleted
 from ._tree.text import count_of, describe, function_name, quoted
 from ._tree.types import PyTree, widened
 

@@ -13,8 +13,8 @@ from ._forms.mesh import is_sharded
 from ._slots.layout import Trainable
 from ._slots.match import Tied, per_slot
 from ._slots.parts import Parts, take_apart
-from ._tree.memory import naming_deleted, warn
-from ._tree.structure import flatten, is_array
+from ._tree.memory import warn
+from ._tree.structure import flatten, is_array, naming_deleted
 from ._tree.text import describe
 from ._tree.types import PyTree
 

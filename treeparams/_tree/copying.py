@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .memory import naming_deleted
-from .structure import flatten
+from .structure import flatten, naming_deleted
 from .types import is_ref, value_of
 
 M = TypeVar("M")

@@ -1,4 +1,4 @@
-"""The memory of models that the library has met, and warnings. No number depends on it.
+"""The memory of models that the library has met, and warnings at the line of the caller. No number depends on it.
 
 A *fact* is a word about some leaves: that they were one array, that you parted them, that a warning named them. It is
 kept at each node that holds all of these leaves, by the kind of the node. So it is known of every model of that kind,
@@ -7,7 +7,6 @@ oldest.
 """
 
 import collections
-import contextlib
 import inspect
 import os
 import threading
@@ -16,12 +15,10 @@ import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jaxtyping
 from jax.core import Tracer
 
-from .structure import Node, Spec, Structure, flatten, scan_tree
-from .types import PyTree
+from .structure import Node, Spec, Structure
 
 Pair = tuple[int, int]
 _Shapes = tuple[tuple[int, ...] | None, ...]  # of the leaves of a node
@@ -187,7 +184,7 @@ def are_apart(values: Iterable[Any]) -> bool:
     return all(id(each) in _on_purpose for each in values)
 
 
-# -- Warnings at the line that calls this library, and the error that names a deleted array ----------------------------
+# -- Warnings at the line that calls this library ----------------------------------------------------------------------
 
 AS_ARRAY = "write jnp.asarray(number), or tp.field(converter=jnp.asarray) in its class"
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
@@ -202,23 +199,3 @@ def warn(message: str, about: Hashable = None) -> None:
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, levels = frame.f_back, levels + 1
     warnings.warn(message, UserWarning, stacklevel=levels)
-
-
-@contextlib.contextmanager
-def naming_deleted(*trees: PyTree) -> Iterator[None]:
-    """Within this, an error of JAX becomes one that names a deleted array of these trees, if there is one.
-
-    Asking each array beforehand would cost more than all other checks.
-    """
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        for tree in trees:
-            leaves, treedef = flatten(tree)
-            for leaf, path in zip(leaves, scan_tree(tree, leaves, treedef).paths, strict=True):
-                if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-                    raise RuntimeError(
-                        f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model "
-                        "after the step, keep a copy, tp.copy(model)"
-                    ) from error
-        raise

@@ -3,6 +3,7 @@
 Leaves are numbered in tree order, nodes in preorder. So the leaves of a node, and the nodes below it, are consecutive.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -490,3 +491,23 @@ def _is_array_type(kind: type) -> bool | None:
     if issubclass(kind, Tracer):
         return None
     return issubclass(kind, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+@contextlib.contextmanager
+def naming_deleted(*trees: PyTree) -> Iterator[None]:
+    """Within this, an error of JAX becomes one that names a deleted array of these trees, if there is one.
+
+    Asking each array beforehand would cost more than all other checks.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        for tree in trees:
+            leaves, treedef = flatten(tree)
+            for leaf, path in zip(leaves, scan_tree(tree, leaves, treedef).paths, strict=True):
+                if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+                    raise RuntimeError(
+                        f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model "
+                        "after the step, keep a copy, tp.copy(model)"
+                    ) from error
+        raise

@@ -16,8 +16,8 @@ from .._forms.block import Block
 from .._forms.form import Form, tree_of
 from .._forms.restructure import Restructure, halves_of
 from .._slots.layout import Layout
-from .._tree.memory import naming_deleted
 from .._tree.static_keys import with_object
+from .._tree.structure import naming_deleted
 from .._tree.text import describe, first_few, first_lines
 from .._tree.types import is_complex
 from ._contents import Contents

@@ -12,8 +12,8 @@ from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
 from .._files.values import from_words, histories_in
 from .._slots.ties import Alias
-from .._tree.memory import naming_deleted
 from .._tree.paths import join_path
+from .._tree.structure import naming_deleted
 from .._tree.text import first_lines, function_name
 from .._tree.types import Array, PyTree
 from ..optim._state import ModelTransformation
