@@ -15,17 +15,17 @@ import tokenize
 PACKAGE = pathlib.Path("treeparams")
 FOLDERS = ("optim", "saving", "_files", "sharding", "nested", "matrices")
 LIMITS = {
-    "lines of code, core": 7067,
-    "lines of code, _files": 1162,
-    "lines of code, matrices": 767,
-    "lines of code, nested": 670,
-    "lines of code, optim": 2801,
-    "lines of code, saving": 2312,
-    "lines of code, sharding": 1336,
-    "lines of code": 16115,
-    "files": 108,
+    "lines of code, core": 7096,
+    "lines of code, _files": 1139,
+    "lines of code, matrices": 769,
+    "lines of code, nested": 672,
+    "lines of code, optim": 2808,
+    "lines of code, saving": 2311,
+    "lines of code, sharding": 1338,
+    "lines of code": 16133,
+    "files": 100,
     "lines of the longest file": 588,
-    "names between files": 483,
+    "names between files": 476,
     "names with one reader": 197,
     "names defined in several files": 29,
 }

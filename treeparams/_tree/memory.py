@@ -41,7 +41,7 @@ def _is_new(key: Hashable) -> bool:
     """Returns whether nobody has asked this of that key before."""
     if key in _facts:
         return False
-    _change(key)
+    _set_facts(key)
     return True
 
 
@@ -52,10 +52,10 @@ def note(word: str, structure: Structure, pairs: Iterable[Pair], *, in_place_of:
         for key, leaves in _places(word, structure, pair, "a part", "the whole"):
             found[key] |= leaves
     for key, leaves in found.items():
-        _change(key, leaves)
+        _set_facts(key, leaves)
         other = in_place_of, *key[1:]
         if not leaves.isdisjoint(_facts.get(other, ())):
-            _change(other, without=leaves)
+            _set_facts(other, without=leaves)
             _note_change()
 
 
@@ -84,7 +84,7 @@ def _places(
         yield key, leaves
 
 
-def _change(key: Hashable, facts: Iterable[Any] = (), without: Collection[Any] = ()) -> None:
+def _set_facts(key: Hashable, facts: Iterable[Any] = (), without: Collection[Any] = ()) -> None:
     with _changing:
         kept = [each for each in _facts.get(key, ()) if each not in without]
         _facts[key] = dict.fromkeys([*kept, *facts])
@@ -121,7 +121,7 @@ def meet(structure: Structure, is_call: bool) -> None:
     pairs = [(first[i], i) for i in structure.parameters if first[i] != i]
     for number, root in enumerate(structure.nodes if is_call else structure.nodes[:1]):
         if len(root.entries) == depth and not any(root.start <= a and b < root.stop for a, b in pairs):
-            _change(("one", structure.kind_of(number)))
+            _set_facts(("one", structure.kind_of(number)))
     note_ties(structure, pairs, above=depth)
 
 
@@ -141,7 +141,7 @@ def note_ties(structure: Structure, pairs: Iterable[Pair], *, word: str = "one",
         if above is not None and (len(node.entries) < above or known == {}):
             continue
         if fact not in (known := known or {}):
-            _change(key, [fact], without=list(known)[:-_SHAPES])
+            _set_facts(key, [fact], without=list(known)[:-_SHAPES])
             _note_change()
 
 
