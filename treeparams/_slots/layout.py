@@ -24,8 +24,7 @@ from .._tree.text import Table, as_html, as_text, describe, first_few, first_lin
 from .._tree.types import PyTree, common_dtype
 from .accidents import warn_of_accidents, warn_of_parted_ties
 from .index import Index, Slot, count, differences, digest_of, refuse_refs, table_of, warn_of_floats
-from .said import Said, change, choose
-from .ties import Alias, find_ties, followers, settle
+from .ties import Alias, Said, change, choose, find_ties, followers, settle
 from .where import Where, select
 
 
