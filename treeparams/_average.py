@@ -22,9 +22,9 @@ from ._slots.match import read_slots
 from ._slots.parts import Rest, index_in, kept_arrays, other_values, put_together, take_apart, with_kept_arrays
 from ._tree.copying import copy, copy_leaf
 from ._tree.declare import field
-from ._tree.memory import AS_ARRAY, keep_apart, name_deleted, warn
+from ._tree.memory import AS_ARRAY, keep_apart, warn
 from ._tree.recognise import structure_of
-from ._tree.structure import is_array
+from ._tree.structure import is_array, naming_deleted
 from ._tree.text import describe
 from ._tree.types import PyTree, is_complex, is_inexact, is_ref, value_of, widened
 
@@ -104,12 +104,8 @@ def ema(
             "neighbouring numbers; tp.Ema(model, decay=...) keeps it in float32",
             about=("ema", narrow[0].dtype, *parts.index.structure.kinds[:1]),
         )
-    try:
+    with naming_deleted(average, model):
         return put_together(*_average_step(parts.rest, parts.slots, model, weights, buffers))
-    except (RuntimeError, ValueError) as error:
-        name_deleted(error, average)
-        name_deleted(error, model)
-        raise
 
 
 class Ema(eqx.Module, Generic[M]):

@@ -18,11 +18,10 @@ from ._files.values import kind_in_words
 from ._slots.layout import Layout
 from ._slots.ties import find_ties
 from ._tree.difference import NOTHING, Diff, Difference, compare, groups_of, spec_rows, tie_rows
-from ._tree.memory import name_deleted
 from ._tree.paths import join_path
 from ._tree.recognise import static_values, structure_of
 from ._tree.static_keys import identical, static_key
-from ._tree.structure import Spec, flatten, same_treedef
+from ._tree.structure import Spec, flatten, naming_deleted, same_treedef
 from ._tree.text import both_in_text, describe, in_text
 from ._tree.types import PyTree, is_complex, is_inexact, value_of
 
@@ -143,12 +142,8 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         i, j = these.index.get(path), those.index.get(path)
         return not (i is None or j is None or any(type(leaf) is jax.ShapeDtypeStruct for leaf in (ours[i], theirs[j])))
 
-    try:
+    with naming_deleted(a, b):
         rows = list(compare(these, those, at_leaves, (ours, theirs)))
-    except RuntimeError as error:
-        for tree in (a, b):
-            name_deleted(error, tree)
-        raise
     seen = [row for row in rows if row.what != "elements"]
     by_size = sorted([row for row in rows if row.what == "elements"], key=_ABSOLUTE, reverse=True)
     return Diff([*seen, *tie_rows(groups_of(these), groups_of(those), is_shared), *by_size])

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.typing import ArrayLike
 
-from ._forms.mesh import result_varies, split_over, vary, varying
+from ._forms.mesh import result_varies, vary, varying
 from ._reached import reaches
 from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
-from ._tree.memory import name_deleted
+from ._tree.structure import naming_deleted
 from ._tree.text import count_of, describe, function_name, quoted
 from ._tree.types import PyTree, widened
 
@@ -119,12 +119,10 @@ def value_and_grad(
             return call(parts.model(slots), *args, **kwargs)
 
         try:
-            value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
+            with naming_deleted(model):
+                value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
         except TypeError as error:
             _check_result(of_slots, parts.slots, has_aux, error)
-            raise
-        except (RuntimeError, ValueError) as error:
-            name_deleted(error, model)
             raise
         return value, parts.canonical([grad if yes else None for grad, yes in zip(grads, hit, strict=True)])
 
@@ -264,7 +262,7 @@ def accumulate(
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
         parts, examples = take_apart(model, trainable), _count_examples(batch)
-        devices = math.lcm(*(split_over(array) for array in jax.tree.leaves(batch)))
+        devices = math.lcm(*(_split_over(array) for array in jax.tree.leaves(batch)))
         if not parts.slots:
             warn_of_nothing(parts.index)
 
@@ -306,6 +304,13 @@ def _summed(
     value, *grads = add(sums, whole * size, rest) if rest else sums
     grads = [jax.lax.psum(each, tuple(axes)) if axes else each for each, axes in zip(grads, added, strict=True)]
     return value.astype(dtypes[0]), [each.astype(slot.dtype) for each, slot in zip(grads, slots, strict=True)]
+
+
+def _split_over(array: ArrayLike) -> int:
+    """Returns over how many devices the leading axis of an array is split by type."""
+    sharding = jax.typeof(array).sharding
+    axes = sharding.spec[0] or ()
+    return math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
 
 
 def _count_examples(batch: PyTree) -> int:

@@ -12,9 +12,8 @@ import jax.tree_util as jtu
 
 from ._slots.parts import Rest, arrays_in, as_rest, index_in, others, put_together, unpacked, with_kept_arrays
 from ._tree.difference import Difference, compare, groups_of, tie_rows
-from ._tree.memory import name_deleted
 from ._tree.static_keys import static_key
-from ._tree.structure import getter
+from ._tree.structure import getter, naming_deleted
 from ._tree.text import both_in_text, describe, first_lines
 
 P = ParamSpec("P")
@@ -109,14 +108,10 @@ class Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         donated, kept = self._take_apart(args, kwargs)
         is_silent = self._donate != "none" and not self._donate.startswith("warn")
-        try:
-            with warnings.catch_warnings() if is_silent else contextlib.nullcontext():
-                if is_silent:
-                    warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-                return put_together(self._run(donated, kept), ())
-        except (RuntimeError, ValueError) as error:
-            name_deleted(error, [*args, kwargs])
-            raise
+        with naming_deleted([*args, kwargs]), warnings.catch_warnings() if is_silent else contextlib.nullcontext():
+            if is_silent:
+                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return put_together(self._run(donated, kept), ())
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """Lowers the program for these arguments without compiling it: `as_text()`, `cost_analysis()`, `compile()`."""

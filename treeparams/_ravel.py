@@ -13,7 +13,8 @@ from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
 from ._slots.where import Where
-from ._tree.memory import name_deleted, warn
+from ._tree.memory import warn
+from ._tree.structure import naming_deleted
 
 M = TypeVar("M")
 
@@ -68,11 +69,8 @@ def ravel(
     form = vector_of(parts.layout, dtype, pad_to)
     if not (dtype is None or dtype is float or dtype is complex) and jnp.dtype(dtype) != form.dtype:
         warn(f"the vector is {form.dtype} and not {jnp.dtype(dtype)}, because jax_enable_x64 is not set")
-    try:
+    with naming_deleted(model):
         return form.join(parts.slots), Restructure(parts.rest, form)
-    except (RuntimeError, ValueError) as error:
-        name_deleted(error, model)
-        raise
 
 
 def stack(
@@ -130,8 +128,5 @@ def stack(
     if not parts.slots:
         warn_of_nothing(parts.index)
     form = stacks_of(parts.layout, groups)
-    try:
+    with naming_deleted(model):
         return form.join(parts.slots), restructure_over(parts.rest, form)
-    except (RuntimeError, ValueError) as error:
-        name_deleted(error, model)
-        raise

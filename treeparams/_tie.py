@@ -9,8 +9,7 @@ from jax.core import Tracer
 
 from ._slots.accidents import note_untied
 from ._slots.layout import Layout, look_up
-from ._slots.said import declaring_nodes
-from ._slots.ties import Alias, checked_transform, find_ties, parameter_at
+from ._slots.ties import Alias, checked_transform, declaring_nodes, find_ties, parameter_at
 from ._slots.where import Where, select
 from ._tree.copying import copy_leaf
 from ._tree.memory import keep_apart, note, note_ties

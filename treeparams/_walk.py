@@ -13,8 +13,8 @@ from ._forms.mesh import is_sharded
 from ._slots.layout import Trainable
 from ._slots.match import Tied, per_slot
 from ._slots.parts import Parts, take_apart
-from ._tree.memory import name_deleted, warn
-from ._tree.structure import flatten, is_array
+from ._tree.memory import warn
+from ._tree.structure import flatten, is_array, naming_deleted
 from ._tree.text import describe
 from ._tree.types import PyTree
 
@@ -86,11 +86,8 @@ def maptrainable(
     """
     parts = take_apart(model, trainable)
     _check_function(f, model, parts)
-    try:
+    with naming_deleted(model):
         results = list(map(f, *_arguments(parts, rest, tied, with_path)))
-    except (RuntimeError, ValueError) as error:
-        name_deleted(error, model)
-        raise
     # Asked of the types, of which there are few, so that no call is made for each leaf.
     if any(issubclass(kind, np.generic) for kind in set(map(type, results))):
         for i, (result, leaf) in enumerate(zip(results, parts.slots, strict=True)):

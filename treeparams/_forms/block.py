@@ -387,7 +387,7 @@ class Block:
         # the arrays alone would have as many padded additions for their transpose.
         starts = self.starts
         spans = [(starts[n], starts[n + 1] - starts[n], self.shapes[n]) for n in numbers]
-        shapes = with_gaps(spans, whole.shape[1:], self.shape[0])
+        shapes = _with_gaps(spans, whole.shape[1:], self.shape[0])
         return cut(whole, shapes, self.rank), shapes
 
 
@@ -403,7 +403,16 @@ def _real(number: Any, dtype: DTypeLike) -> Any:
     return number.astype(dtype) if isinstance(number, jax.Array) else np.asarray(number, dtype)
 
 
-def with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int, ...], length: int) -> _Shapes:
+def cut_spans(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:
+    """Cuts arrays at ascending `(start, size, shape)` out of the axis before the last `rank` ones, and no gaps."""
+    axis = array.ndim - 1 - rank
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        slices = [jax.lax.slice_in_dim(array, start, start + size, axis=axis) for start, size, _ in spans]
+        return [each.reshape(*array.shape[:axis], *span[2]) for each, span in zip(slices, spans, strict=True)]
+    return cut(array, _with_gaps(spans, array.shape[axis + 1 :], array.shape[axis]), rank)[1::2]
+
+
+def _with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int, ...], length: int) -> _Shapes:
     """Returns the shapes of pieces at ascending `(start, size, shape)` along an axis, with the gaps around them."""
     shapes, at = [], 0
     for start, size, shape in spans:

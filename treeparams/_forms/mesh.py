@@ -1,11 +1,9 @@
 """Arrays that are split over devices by type, as with `jax.make_mesh`, whose axes are explicit by default."""
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes, reshard
 from jax.typing import ArrayLike
@@ -44,19 +42,6 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
     return list(arrays if len(shardings) <= 1 and all(map(is_sharded, arrays)) else map(replicated, arrays))
 
 
-def shardings_of(tree: PyTree) -> tuple[NamedSharding | None, ...]:
-    """Returns the sharding in the type of each array; `None` if it is whole on each device."""
-    return tuple(jax.typeof(leaf).sharding if is_sharded(leaf) else None for leaf in jax.tree.leaves(tree))
-
-
-def typed_as(tree: PyTree, shardings: tuple[NamedSharding | None, ...]) -> PyTree:
-    """Returns a tree whose arrays have the shardings that `shardings_of` returned for another tree."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([
-        leaf if to is None else lay(leaf, to) for leaf, to in zip(leaves, shardings, strict=True)
-    ])
-
-
 def laid_as(array: jax.Array, like: ArrayLike) -> jax.Array:
     """Returns the array split over the devices like another; unchanged if the other is whole on each device."""
     # Where an array lies is part of its type on an explicit mesh, and a fact about its buffers on any other. A tracer
@@ -85,13 +70,6 @@ def broadcast_as(array: jax.Array, size: int, axis: MeshAxes) -> jax.Array:
 def leading_axis(array: jax.Array) -> MeshAxes:
     """Returns the axis of the mesh along which the leading axis of an array is split by type, or `None`."""
     return jax.typeof(array).sharding.spec[0]
-
-
-def split_over(array: ArrayLike) -> int:
-    """Returns over how many devices the leading axis of an array is split by type."""
-    sharding = jax.typeof(array).sharding
-    axes = sharding.spec[0] or ()
-    return math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
 
 
 def _in_shard_map() -> bool:
@@ -130,35 +108,13 @@ def vary(array: ArrayLike, axes: frozenset[str]) -> Any:
     return jax.lax.pvary(array, tuple(axes))  # pyright: ignore[reportAttributeAccessIssue] - before JAX 0.9
 
 
-def zeros_typed(shape: tuple[int, ...], like: Any) -> jax.Array:
-    """Returns zeros with the dtype of another array, placed on devices and varying over them as its type says."""
-    zeros, sharding = vary(jnp.zeros(shape, like.dtype), varying(like)), getattr(like, "sharding", None)
-    return lay(zeros, sharding) if sharding is not None and _is_explicit(sharding.mesh) else zeros
-
-
-def over_devices(
-    f: Callable[..., Any],
-    mesh: Mesh | AbstractMesh,
-    in_specs: tuple[Any, ...],
-    out_specs: PyTree,
-    axes: Collection[str],
-) -> Callable[..., Any]:
-    """Applies `jax.shard_map` over some axes of a mesh, without types that track which values vary.
-
-    The other axes stay as they are. If types tracked which values vary, a loss could not start a scan with zeros: zeros
-    do not vary over the devices, but the resulting carry does. Inside `automatic`, the mesh is the one of that context.
-    """
-    specs = {"mesh": mesh_within(mesh), "in_specs": in_specs, "out_specs": out_specs}
-    return jax.shard_map(f, **specs, axis_names=set(axes), check_vma=False)
-
-
 def mesh_within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """Returns the mesh of the current trace: inside `automatic`, the axes of a mesh have another type."""
     within = jax.sharding.get_abstract_mesh()
     return mesh if within.empty else within
 
 
-def _is_explicit(mesh: Mesh | AbstractMesh) -> bool:
+def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether types record the placement of arrays over the mesh."""
     return AxisType.Explicit in mesh.axis_types
 
@@ -169,12 +125,12 @@ def lay(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _lay_one(array: jax.Array, to: NamedSharding) -> jax.Array:
-    return reshard(array, to) if _is_explicit(to.mesh) else jax.lax.with_sharding_constraint(array, to)
+    return reshard(array, to) if is_explicit(to.mesh) else jax.lax.with_sharding_constraint(array, to)
 
 
 def automatic(f: Callable[..., Any], shardings: PyTree, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
     """Returns a function of traced arrays in which XLA alone decides their placement, except for the results."""
-    if not _is_explicit(mesh):
+    if not is_explicit(mesh):
         return lambda *args: lay(f(*args), shardings)
     # JAX 0.7 takes no concrete mesh here.
     types = jax.tree.map(lambda each: NamedSharding(each.mesh.abstract_mesh, each.spec), shardings)

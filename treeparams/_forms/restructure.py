@@ -26,7 +26,7 @@ from .._slots.where import Where, name_of, nodes_in, subtreedefs
 from .._tree.static_keys import static_key
 from .._tree.text import quoted
 from .._tree.types import PyTree
-from .block import cast, cut, join, with_gaps
+from .block import cast, cut, cut_spans, join
 from .form import NOTHING, Form, stacks_of_arrays
 from .mesh import alike, broadcast_as, is_sharded
 from .view import View
@@ -179,7 +179,7 @@ class _Unbuilt:
             spans = [
                 (int(offsets[j]), int(sizes[j]), row if block.rank else block.shapes[columns[j][0]]) for j in order
             ]
-            arrays = dict(zip(order, cut(rows, with_gaps(spans, row, step), block.rank)[1::2], strict=False))
+            arrays = dict(zip(order, cut_spans(rows, block.rank, spans), strict=True))
             return [arrays[j] for j in range(len(columns))]
 
         leaf = self.leaves[number]

@@ -33,7 +33,7 @@ from .._programs import (
     operation_name,
     programs,
 )
-from .block import cut, cut_p, with_gaps
+from .block import cut_p, cut_spans
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -493,7 +493,7 @@ class _Evaluation:
         self._values |= {_result(last, place): value for place, value in zip(loop.first, carry, strict=True)}
         for place, values in zip(kept, stacked, strict=True):
             its = {i: var for i, part in enumerate(loop.parts) if (var := _result(part, place)) in self._needed}
-            rows = _cut_out(values, values.ndim - 1, [(i, 1, values.shape[1:]) for i in its])
+            rows = cut_spans(values, values.ndim - 1, [(i, 1, values.shape[1:]) for i in its])
             self._values |= zip(its.values(), rows, strict=True)
 
 
@@ -521,19 +521,10 @@ def _columns_cut(loop: _EqualParts, read: Callable[[_Var], Any]) -> dict[_Column
         missing = start + parts * step - array.shape[axis]
         if missing > 0:  # the last row may end behind the array
             array = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
-        (rows,) = _cut_out(array, rank, [(start, parts * step, (parts, step, *rest))])
-        columns = _cut_out(rows, rank, [(piece.start - start, piece.size, piece.shape) for piece, _ in some])
+        (rows,) = cut_spans(array, rank, [(start, parts * step, (parts, step, *rest))])
+        columns = cut_spans(rows, rank, [(piece.start - start, piece.size, piece.shape) for piece, _ in some])
         found |= zip(some, [jnp.moveaxis(each, axis, 0) for each in columns], strict=True)
     return found
-
-
-def _cut_out(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:
-    """Cuts pieces out of the axis before the last `rank` ones; axes before that are a batch."""
-    axis = array.ndim - 1 - rank
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        slices = [jax.lax.slice_in_dim(array, start, start + size, axis=axis) for start, size, _ in spans]
-        return [each.reshape(*array.shape[:axis], *span[2]) for each, span in zip(slices, spans, strict=True)]
-    return cut(array, with_gaps(spans, array.shape[axis + 1 :], array.shape[axis]), rank)[1::2]
 
 
 def _strong(array: Any) -> Any:

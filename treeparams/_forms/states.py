@@ -295,11 +295,8 @@ def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
     for each in reversed(sources):
         pieces |= dict.fromkeys(each.at, each)
         shared |= dict.fromkeys(each.common, each)
-    return joined(
-        like,
-        lambda place, path: pieces[place, path].piece(place, path),
-        lambda entries: shared[entries].shared(entries),
-    )
+    piece = lambda place, path: pieces[place, path].piece(place, path)
+    return joined(like, piece, lambda entries: shared[entries].shared(entries))
 
 
 def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:

@@ -16,8 +16,7 @@ from .._tree.memory import AS_ARRAY, warn
 from .._tree.structure import Avals, Structure, getter
 from .._tree.text import Table, describe, first_few, quoted
 from .._tree.types import PyTree, TreeDef, is_complex
-from .said import declared_frozen
-from .ties import Alias, followers
+from .ties import Alias, declared_frozen, followers
 from .where import Where, name_of, select
 
 

@@ -24,8 +24,7 @@ from .._tree.text import Table, as_html, as_text, describe, first_few, first_lin
 from .._tree.types import PyTree, common_dtype
 from .accidents import warn_of_accidents, warn_of_parted_ties
 from .index import Index, Slot, count, differences, digest_of, refuse_refs, table_of, warn_of_floats
-from .said import Said, change, choose
-from .ties import Alias, find_ties, followers, settle
+from .ties import Alias, Said, change, choose, find_ties, followers, settle
 from .where import Where, select
 
 
@@ -277,16 +276,8 @@ index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
 
 
-def _rows_between(here: Layout, there: Layout) -> tuple[Difference, ...]:
-    return here.diff(there).rows
-
-
-def _statics_of_nodes(layout: Layout) -> list[Any]:
-    return [node.static for node in index_of(layout).structure.nodes]
-
-
-rows_of[Layout] = _rows_between
-contents[Layout] = _statics_of_nodes
+rows_of[Layout] = lambda here, there: here.diff(there).rows
+contents[Layout] = lambda layout: [node.static for node in index_of(layout).structure.nodes]
 
 
 def _again(structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> Layout:

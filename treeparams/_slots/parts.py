@@ -66,11 +66,7 @@ class _Static:
         return _static, (self.layout, self.index.structure, self.values)
 
 
-def _values_in(static: _Static) -> list[Any]:
-    return [static.layout, *static.values]
-
-
-contents[_Static] = _values_in
+contents[_Static] = lambda static: [static.layout, *static.values]
 
 
 def _static(layout: Layout, structure: Structure, values: tuple[Any, ...]) -> _Static:

@@ -7,7 +7,7 @@ The files, from the bottom up:
     static_keys  static values compared by type and content; facts about an object while it lives
     text         values, counts and calls that do not fit in words; tables as text and as HTML
     declare      field, declare: which fields of a class are frozen or tied
-    structure    the static half of a tree: nodes, paths, shapes, arrays at several paths
+    structure    the static half of a tree: nodes, paths, shapes, arrays at several paths; deleted arrays by their paths
     difference   Diff; the differences of two structures, in words
     memory       facts about leaves of models that were met; warnings at the line of the caller
     recognise    recognises a tree whose structure is known

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .memory import name_deleted
-from .structure import flatten
+from .structure import flatten, naming_deleted
 from .types import is_ref, value_of
 
 M = TypeVar("M")
@@ -35,13 +34,10 @@ def copy(tree: M) -> M:
     """
     leaves, treedef = flatten(tree)
     copies: dict[int, Any] = {}
-    try:
+    with naming_deleted(tree):
         for leaf in leaves:
             if id(leaf) not in copies:
                 copies[id(leaf)] = copy_leaf(leaf)
-    except (RuntimeError, ValueError) as error:
-        name_deleted(error, tree)
-        raise
     return jtu.tree_unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 

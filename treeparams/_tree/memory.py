@@ -1,4 +1,4 @@
-"""The memory of models that the library has met, and warnings. No number depends on it.
+"""The memory of models that the library has met, and warnings at the line of the caller. No number depends on it.
 
 A *fact* is a word about some leaves: that they were one array, that you parted them, that a warning named them. It is
 kept at each node that holds all of these leaves, by the kind of the node. So it is known of every model of that kind,
@@ -15,12 +15,10 @@ import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jaxtyping
 from jax.core import Tracer
 
-from .structure import Node, Spec, Structure, flatten, scan_tree
-from .types import PyTree
+from .structure import Node, Spec, Structure
 
 Pair = tuple[int, int]
 _Shapes = tuple[tuple[int, ...] | None, ...]  # of the leaves of a node
@@ -43,7 +41,7 @@ def _is_new(key: Hashable) -> bool:
     """Returns whether nobody has asked this of that key before."""
     if key in _facts:
         return False
-    _change(key)
+    _set_facts(key)
     return True
 
 
@@ -54,10 +52,10 @@ def note(word: str, structure: Structure, pairs: Iterable[Pair], *, in_place_of:
         for key, leaves in _places(word, structure, pair, "a part", "the whole"):
             found[key] |= leaves
     for key, leaves in found.items():
-        _change(key, leaves)
+        _set_facts(key, leaves)
         other = in_place_of, *key[1:]
         if not leaves.isdisjoint(_facts.get(other, ())):
-            _change(other, without=leaves)
+            _set_facts(other, without=leaves)
             _note_change()
 
 
@@ -86,7 +84,7 @@ def _places(
         yield key, leaves
 
 
-def _change(key: Hashable, facts: Iterable[Any] = (), without: Collection[Any] = ()) -> None:
+def _set_facts(key: Hashable, facts: Iterable[Any] = (), without: Collection[Any] = ()) -> None:
     with _changing:
         kept = [each for each in _facts.get(key, ()) if each not in without]
         _facts[key] = dict.fromkeys([*kept, *facts])
@@ -123,7 +121,7 @@ def meet(structure: Structure, is_call: bool) -> None:
     pairs = [(first[i], i) for i in structure.parameters if first[i] != i]
     for number, root in enumerate(structure.nodes if is_call else structure.nodes[:1]):
         if len(root.entries) == depth and not any(root.start <= a and b < root.stop for a, b in pairs):
-            _change(("one", structure.kind_of(number)))
+            _set_facts(("one", structure.kind_of(number)))
     note_ties(structure, pairs, above=depth)
 
 
@@ -143,7 +141,7 @@ def note_ties(structure: Structure, pairs: Iterable[Pair], *, word: str = "one",
         if above is not None and (len(node.entries) < above or known == {}):
             continue
         if fact not in (known := known or {}):
-            _change(key, [fact], without=list(known)[:-_SHAPES])
+            _set_facts(key, [fact], without=list(known)[:-_SHAPES])
             _note_change()
 
 
@@ -186,7 +184,7 @@ def are_apart(values: Iterable[Any]) -> bool:
     return all(id(each) in _on_purpose for each in values)
 
 
-# -- Warnings at the line that calls this library, and the error that names a deleted array ----------------------------
+# -- Warnings at the line that calls this library ----------------------------------------------------------------------
 
 AS_ARRAY = "write jnp.asarray(number), or tp.field(converter=jnp.asarray) in its class"
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
@@ -201,22 +199,3 @@ def warn(message: str, about: Hashable = None) -> None:
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, levels = frame.f_back, levels + 1
     warnings.warn(message, UserWarning, stacklevel=levels)
-
-
-def name_deleted(error: Exception, tree: PyTree) -> None:
-    """Raises an error that names a deleted array of a tree, if there is one.
-
-    Call it after JAX has failed: asking each array beforehand would cost more than all other checks.
-    """
-    leaves, treedef = flatten(tree)
-    for leaf, path in zip(leaves, scan_tree(tree, leaves, treedef).paths, strict=True):
-        if _has_values(type(leaf)) and leaf.is_deleted():
-            raise RuntimeError(
-                f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model after "
-                "the step, keep a copy, tp.copy(model)"
-            ) from error
-
-
-def _has_values(kind: type) -> bool:
-    """Returns whether a type is that of JAX arrays that have values."""
-    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)

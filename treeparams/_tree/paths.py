@@ -30,12 +30,12 @@ def quote(text: str) -> str:
     >>> quote("weight"), quote("a.b"), quote("")
     ('weight', '"a.b"', '""')
     """
-    return _json(text) if not text or _NEEDS_QUOTES.search(text) else text
+    return json.dumps(text, ensure_ascii=False) if not text or _NEEDS_QUOTES.search(text) else text
 
 
 def unquote(entry: str) -> str:
     """Returns the text that `quote` wrote."""
-    return json.loads(entry) if _is_quoted(entry) else entry
+    return json.loads(entry) if len(entry) >= 2 and entry[0] == '"' == entry[-1] else entry
 
 
 @functools.lru_cache(maxsize=65536)
@@ -108,14 +108,6 @@ def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[
             "that each path names one leaf"
         )
     return entries
-
-
-def _json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _is_quoted(entry: str) -> bool:
-    return len(entry) >= 2 and entry[0] == '"' == entry[-1]
 
 
 def nearest(path: str, known: Iterable[str], count: int = 3) -> str:

@@ -3,6 +3,7 @@
 Leaves are numbered in tree order, nodes in preorder. So the leaves of a node, and the nodes below it, are consecutive.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,7 +20,7 @@ from jax.core import Tracer
 from .declare import is_box
 from .paths import join_path, sibling_entries
 from .static_keys import StaticKeys, identical, is_settled, with_object
-from .text import describe, type_name
+from .text import describe
 from .types import PyTree, TreeDef, is_inexact, is_ref
 
 take = jtu.default_registry.flatten_one_level_with_keys
@@ -299,7 +300,8 @@ def scan_tree(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structur
     one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
     settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
     is_traced = bool([kind for kind in kinds if issubclass(kind, Tracer)])
-    values = tuple([None if spec else type_name(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
+    kind = lambda leaf: "function" if callable(leaf) else type(leaf).__name__
+    values = tuple([None if spec else kind(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
     arrays = tuple(specs), values, tuple(same)
     return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, refs_in(leaves), is_traced=is_traced)
 
@@ -489,3 +491,23 @@ def _is_array_type(kind: type) -> bool | None:
     if issubclass(kind, Tracer):
         return None
     return issubclass(kind, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+@contextlib.contextmanager
+def naming_deleted(*trees: PyTree) -> Iterator[None]:
+    """Within this, an error of JAX becomes one that names a deleted array of these trees, if there is one.
+
+    Asking each array beforehand would cost more than all other checks.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        for tree in trees:
+            leaves, treedef = flatten(tree)
+            for leaf, path in zip(leaves, scan_tree(tree, leaves, treedef).paths, strict=True):
+                if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+                    raise RuntimeError(
+                        f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model "
+                        "after the step, keep a copy, tp.copy(model)"
+                    ) from error
+        raise

@@ -33,15 +33,6 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
-def type_name(value: object) -> str:
-    """Describes a leaf that is not an array.
-
-    >>> type_name(0.5), type_name(len)
-    ('float', 'function')
-    """
-    return "function" if callable(value) else type(value).__name__
-
-
 def in_text(value: object) -> str:
     """Returns a value and its type; for an array its dtype and shape, for a function or class its name.
 
@@ -189,19 +180,10 @@ def in_bytes(count: int) -> str:
     >>> in_bytes(999), in_bytes(1000), in_bytes(999_950), in_bytes(90_853_376)
     ('999 B', '1.0 kB', '1.0 MB', '90.9 MB')
     """
-    return _in_units(count, "B")
-
-
-def _in_units(count: int, unit: str) -> str:
-    """Formats a count of some unit, with at most four digits.
-
-    >>> _in_units(2_500_000, "FLOP")
-    '2.5 MFLOP'
-    """
     scaled, prefixes = count / 1000, "kMGTPEZ"
     while scaled >= 999.95 and len(prefixes) > 1:
         scaled, prefixes = scaled / 1000, prefixes[1:]
-    return f"{count} {unit}" if count < 1000 else f"{scaled:,.1f} {prefixes[0]}{unit}"
+    return f"{count} B" if count < 1000 else f"{scaled:,.1f} {prefixes[0]}B"
 
 
 # -- Tables ------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Inexact
 
-from .._slots.said import declared_frozen
-from .._slots.ties import find_ties
+from .._slots.ties import declared_frozen, find_ties
 from .._slots.where import Where, select
 from .._tree.declare import field
 from .._tree.recognise import structure_of

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from .._forms.form import reals_of
-from .._forms.mesh import shardings_of, typed_as
+from .._forms.mesh import is_sharded, lay
 from .._slots.layout import Layout, Trainable
 from .._tree.structure import is_array
 from .._tree.text import describe, imported
@@ -62,7 +62,7 @@ class Operator(eqx.Module):
             tangent: as for `hvp`.
         """
         direction = taken(self.layout, tangent)
-        product = self._linear(typed_as(direction, self._shardings))
+        product = self._linear(_typed_as(direction, self._shardings))
         if self.damping is not None:
             product = jax.tree.map(lambda y, x: y + jnp.asarray(self.damping, y.dtype) * x, product, direction)
         return given_back(self.layout, product, tangent)
@@ -139,6 +139,19 @@ class Operator(eqx.Module):
 Operator.__module__ = "treeparams.nested"
 
 
+def _shardings_of(tree: PyTree) -> tuple[Any, ...]:
+    """Returns the sharding in the type of each array; `None` if it is whole on each device."""
+    return tuple(jax.typeof(leaf).sharding if is_sharded(leaf) else None for leaf in jax.tree.leaves(tree))
+
+
+def _typed_as(tree: PyTree, shardings: tuple[Any, ...]) -> PyTree:
+    """Returns a tree whose arrays have the shardings that `_shardings_of` returned for another tree."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([
+        leaf if to is None else lay(leaf, to) for leaf, to in zip(leaves, shardings, strict=True)
+    ])
+
+
 def _columns(operator: Operator, chunk: int | None, noun: str, of: Callable[[jax.Array, jax.Array], Any]) -> jax.Array:
     """Returns `of(column, number)` for each column of the matrix over the real vector."""
     block = reals_of(operator.layout).blocks[0]
@@ -187,7 +200,7 @@ def hessian_operator(
         parts = array_parts(model, trainable)
         slots = in_reals(parts.slots)
         _, linear = jax.linearize(jax.grad(loss_of_reals(f, parts, *args)), slots)
-        return Operator(linear, damping, parts.layout, shardings_of(slots))
+        return Operator(linear, damping, parts.layout, _shardings_of(slots))
 
     return operator
 
@@ -232,7 +245,7 @@ def ggn_operator(
         of_parameters, slots = of_reals(f, parts, *args), in_reals(parts.slots)
         outputs, forward = jax.linearize(lambda reals: in_reals(of_parameters(reals)), slots)
         _, curvature = jax.linearize(jax.grad(lambda outputs: loss(from_reals(outputs))), outputs)
-        return Operator(jtu.Partial(_gauss_newton, forward, curvature), damping, parts.layout, shardings_of(slots))
+        return Operator(jtu.Partial(_gauss_newton, forward, curvature), damping, parts.layout, _shardings_of(slots))
 
     return operator
 

@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float
 
 from .._forms.form import reals_of, vector_of
-from .._forms.mesh import first_axis_whole, result_varies, vary, varying, zeros_typed
+from .._forms.mesh import first_axis_whole, is_explicit, lay, result_varies, vary, varying
 from .._slots.layout import Layout, Trainable, index_of
 from .._slots.match import per_slot, slot_gradients
 from .._slots.parts import Parts, Rest, put_together, take_apart
@@ -206,8 +206,14 @@ def mapped(f: Callable[[Any], PyTree], values: PyTree, chunk: int | None, noun: 
     starts = np.minimum(np.arange(count) * size, length - size).astype(np.int32)
     program, shapes = jax.make_jaxpr(piece, return_shape=True)(starts[0])
     avals: list[Any] = program.out_avals  # abstract values do not declare their shapes to type checkers
-    empty = [zeros_typed((length, *aval.shape[1:]), aval) for aval in avals]
+    empty = [_zeros_typed((length, *aval.shape[1:]), aval) for aval in avals]
     return jax.lax.scan(put, jax.tree.unflatten(jax.tree.structure(shapes), empty), starts)[0]
+
+
+def _zeros_typed(shape: tuple[int, ...], like: Any) -> jax.Array:
+    """Returns zeros with the dtype of another array, placed on devices and varying over them as its type says."""
+    zeros, sharding = vary(jnp.zeros(shape, like.dtype), varying(like)), getattr(like, "sharding", None)
+    return lay(zeros, sharding) if sharding is not None and is_explicit(sharding.mesh) else zeros
 
 
 def in_sweeps(f: Callable[[Any], jax.Array], x: jax.Array, chunk: int | None, batch: int = 0) -> jax.Array:

@@ -17,8 +17,7 @@ from .._forms.form import Form
 from .._slots.index import Index, first_entries
 from .._slots.layout import index_of
 from .._slots.parts import take_apart
-from .._slots.said import declaring_nodes
-from .._slots.ties import find_ties
+from .._slots.ties import declaring_nodes, find_ties
 from .._slots.where import Where, name_of
 from .._tree.declare import read_source
 from .._tree.paths import join_path, key_entries, split_path

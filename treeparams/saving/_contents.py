@@ -16,8 +16,7 @@ from .._forms.restructure import Restructure, known_leaves
 from .._forms.states import Division, Entries, Owners, entries_of
 from .._slots.index import digest_of
 from .._slots.layout import Trainable, index_of, look_up
-from .._slots.said import declared_frozen
-from .._slots.ties import Alias, find_ties
+from .._slots.ties import Alias, declared_frozen, find_ties
 from .._tree.copying import copy_leaf
 from .._tree.paths import join_path, quote
 from .._tree.recognise import structure_of

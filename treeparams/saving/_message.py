@@ -17,11 +17,12 @@ from .._forms.form import Form, tree_of
 from .._forms.restructure import Restructure, halves_of
 from .._slots.layout import Layout
 from .._tree.static_keys import with_object
+from .._tree.structure import naming_deleted
 from .._tree.text import describe, first_few, first_lines
 from .._tree.types import is_complex
 from ._contents import Contents
 from ._resume import with_histories
-from ._save import filled, fitted, leaves_in, named_if_deleted, stored_in
+from ._save import filled, fitted, leaves_in, stored_in
 from ._unlike import unlike_leaves
 
 M = TypeVar("M")
@@ -78,14 +79,14 @@ def dumps(
             a number nor a pair; or you gave `since` without `version`.
     """
     version = as_version(version)
-    with named_if_deleted(model):
+    with naming_deleted(model):
         inventory, parts, words = _sent(model, restructure)
         said = {"is_tree": restructure is None, "version": version, "since": None}
         whole = Draft(inventory, words | {"message": said}, {})
         if since is None:
             return whole.to_memory(parts)
         last, before = _as_since(since, version)
-        with named_if_deleted(before):
+        with naming_deleted(before):
             changed, rows, how = change_of(inventory.kinds, _before(before, restructure, inventory.kinds, words), parts)
         change = Draft(changed, words | {"message": said | {"since": {"version": last, **how}}}, {})
         return change.to_memory(rows) if change.size < whole.size else whole.to_memory(parts)

@@ -12,8 +12,8 @@ from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
 from .._files.values import from_words, histories_in
 from .._slots.ties import Alias
-from .._tree.memory import name_deleted
 from .._tree.paths import join_path
+from .._tree.structure import naming_deleted
 from .._tree.text import first_lines, function_name
 from .._tree.types import Array, PyTree
 from ..optim._state import ModelTransformation
@@ -83,7 +83,7 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     as_text(path)
     leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
     _check_unicode([*said, *said.values()], "in a file")
-    with named_if_deleted(model):
+    with naming_deleted(model):
         inventory = inventory_of({name: kind_of(name, leaf) for name, leaf in leaves.items()})
         Draft(inventory, words, said).to_disk(path, leaves)
 
@@ -108,7 +108,7 @@ def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, An
     for name, (_, text) in values.items():
         _check_unicode([text], f"saved, at {name!r}")
     layout = contents.digest(contents.aliases)
-    with named_if_deleted(model):
+    with naming_deleted(model):
         contents.store_what_differs()
     frozen = contents.frozen
     words = {
@@ -121,16 +121,6 @@ def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, An
         "unkeyed": contents.structure.unkeyed,
     }
     return {name: contents.leaves[i] for name, i in contents.stored.items()}, words
-
-
-@contextlib.contextmanager
-def named_if_deleted(model: PyTree) -> Iterator[None]:
-    """Names the array of the model if it was donated, and reading it fails."""
-    try:
-        yield
-    except RuntimeError as error:
-        name_deleted(error, model)
-        raise
 
 
 def _check_tree(tree: object, instead: str) -> None:

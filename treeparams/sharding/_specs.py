@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._forms.block import Block, cast
-from .._forms.mesh import automatic, lay, over_devices
+from .._forms.mesh import automatic, lay, mesh_within
 from .._slots.index import Index, Slot, first_entries
 from .._slots.where import Where, name_of
 from .._tree.text import describe, first_lines, quoted
@@ -316,7 +316,9 @@ def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding)
     f = functools.partial(_share, block, specs, names, devices)
 
     def run(*laid: jax.Array) -> jax.Array:  # the mesh is asked for within `automatic`, where it is another one
-        return over_devices(f, mesh, tuple(specs), PartitionSpec(first), names)(*laid)
+        # Without types that track which values vary: zeros would not vary over the devices, but what is put in does.
+        mapped = functools.partial(jax.shard_map, axis_names=set(names), check_vma=False)
+        return mapped(f, mesh=mesh_within(mesh), in_specs=tuple(specs), out_specs=PartitionSpec(first))(*laid)
 
     return automatic(run, sharding, mesh)(*laid)
 
