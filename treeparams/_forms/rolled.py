@@ -1,8 +1,8 @@
 """Finds a loop over the layers of a net in the program of a function and turns it into a scan.
 
 A *piece* is a part of an array along one axis: a parameter in a stack, one key of many. Equal *parts* of a program
-become a loop if each gets its operands in the same way: from itself, from the part before, from pieces at equal
-distances (a *column*), from its number, or from one value for all.
+become a loop if each gets its operands in the same way: from itself, from the part before, from pieces of one array (a
+*column*), from its number, or from one value for all.
 """
 
 import contextlib
@@ -159,10 +159,11 @@ class _Run(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """Pieces at equal distances, one for each part."""
+    """Pieces of one array, one for each part, at equal distances or at `starts`."""
 
     first: _Run
     step: int
+    starts: tuple[int, ...] = ()  # a dictionary has `layer_10` before `layer_2`
 
 
 def _strips_in(program: _Program) -> dict[_Var, _Run]:
@@ -349,9 +350,12 @@ def _hands_on(loop: _EqualParts, place: _Place, origin: _Place, first: _Var) -> 
 
 
 def _column_of(pieces: list[_Run]) -> _Column | None:
-    first, step = pieces[0], pieces[1].start - pieces[0].start
-    is_even = all(piece == first._replace(start=first.start + i * step) for i, piece in enumerate(pieces))
-    return _Column(first, step) if is_even and step >= first.size else None
+    first, starts = pieces[0], tuple([piece.start for piece in pieces])
+    if len({*starts}) < len(starts) or any(piece != first._replace(start=piece.start) for piece in pieces):
+        return None
+    step = starts[1] - starts[0]
+    is_even = step >= first.size and {b - a for a, b in itertools.pairwise(starts)} == {step}
+    return _Column(first, step) if is_even else _Column(first, 0, starts)
 
 
 class _Kinds:
@@ -507,8 +511,14 @@ def _columns_cut(loop: _EqualParts, read: Callable[[_Var], Any]) -> dict[_Column
     # is as large as the array. They are cut here and not in the body, which would save them for the way back.
     found, parts = dict[_Column, jax.Array](), len(loop.parts)
     left = sorted({*loop.columns.values()}, key=lambda each: each.first.start)
+    for each in [each for each in left if each.starts]:
+        array, piece = read(each.first.root), each.first
+        axis = array.ndim - 1 - piece.rank
+        rows = jnp.take(array, np.add.outer(each.starts, np.arange(piece.size)).ravel(), axis)
+        found[each] = jnp.moveaxis(rows.reshape(*array.shape[:axis], parts, *piece.shape), axis, 0)
+        left.remove(each)
     while left:
-        (root, start, _, _, rank), step = left[0]
+        (root, start, _, _, rank), step, _ = left[0]
         some, end = list[_Column](), start
         for each in left:
             piece = each.first
@@ -522,7 +532,7 @@ def _columns_cut(loop: _EqualParts, read: Callable[[_Var], Any]) -> dict[_Column
         if missing > 0:  # the last row may end behind the array
             array = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
         (rows,) = cut_spans(array, rank, [(start, parts * step, (parts, step, *rest))])
-        columns = cut_spans(rows, rank, [(piece.start - start, piece.size, piece.shape) for piece, _ in some])
+        columns = cut_spans(rows, rank, [(piece.start - start, piece.size, piece.shape) for piece, *_ in some])
         found |= zip(some, [jnp.moveaxis(each, axis, 0) for each in columns], strict=True)
     return found
 
