@@ -7,6 +7,7 @@ and raises errors of another class. The whole header is checked before anything 
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple, TypeGuard
@@ -15,31 +16,17 @@ import numpy as np
 
 from .source import Source
 
-WRITTEN = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-}
+_WRITTEN = """
+BOOL bool  U8 uint8  I8 int8  U16 uint16  I16 int16  U32 uint32  I32 int32  U64 uint64  I64 int64
+F8_E4M3 float8_e4m3fn  F8_E5M2 float8_e5m2  BF16 bfloat16  F16 float16  F32 float32  F64 float64
+"""
+_READ = """
+C64 complex64  F8_E8M0 float8_e8m0fnu  F8_E4M3FNUZ float8_e4m3fnuz  F8_E5M2FNUZ float8_e5m2fnuz
+"""
+WRITTEN = dict(re.findall(r"(\S+) (\S+)", _WRITTEN))
 """The dtypes of the format that all its readers support, with their names in NumPy and JAX."""
 
-DTYPES = WRITTEN | {
-    "C64": "complex64",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
+DTYPES = WRITTEN | dict(re.findall(r"(\S+) (\S+)", _READ))
 """These and later dtypes, which are read but never written."""
 
 

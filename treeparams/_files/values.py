@@ -19,29 +19,21 @@ Value = bool | int | float | complex | str | np.generic
 _LONGEST = 10**18  # of the numbers in decimal digits, which people can read
 
 
-def _int_as_text(number: int) -> str:
-    return str(number) if abs(number) < _LONGEST else hex(number)
-
-
-def _int_in(text: str) -> int:
-    return int(text, 0)
-
-
 _TO_TEXT: Mapping[type, Callable[[Any], str]] = {
     bool: str,
-    int: _int_as_text,
     float: repr,
     complex: repr,
     str: str,
     np.str_: str,
+    int: lambda number: str(number) if abs(number) < _LONGEST else hex(number),
 }
 _FROM_TEXT: Mapping[str, Callable[[str], Any]] = {
-    "bool": {"True": True, "False": False}.__getitem__,
-    "int": _int_in,
     "float": float,
     "complex": complex,
     "str": str,
     "numpy.str": np.str_,
+    "bool": {"True": True, "False": False}.__getitem__,
+    "int": lambda text: int(text, 0),
 }
 _OF_NUMPY = "numpy."
 LONG: tuple[type, ...] = (np.longdouble, np.clongdouble)

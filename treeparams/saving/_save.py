@@ -1,9 +1,8 @@
 """save, load, metadata: writes a tree to one file, and reads it back into a tree like it."""
 
-import contextlib
 import itertools
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from .._files.arrays import Like, inventory_of, kind_of, placed_in_turn
@@ -82,7 +81,7 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
             raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are reserved")
     as_text(path)
     leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
-    _check_unicode([*said, *said.values()], "in a file")
+    _check_unicode(said)
     with naming_deleted(model):
         inventory = inventory_of({name: kind_of(name, leaf) for name, leaf in leaves.items()})
         Draft(inventory, words, said).to_disk(path, leaves)
@@ -104,9 +103,7 @@ def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, An
         raise TypeError(first_lines(lost))
     paths = contents.structure.paths
     values = {name_of(paths[i]): value for i, value in contents.values.items()}
-    _check_unicode([*contents.names.values(), *values], "in a file")
-    for name, (_, text) in values.items():
-        _check_unicode([text], f"saved, at {name!r}")
+    _check_unicode(dict.fromkeys(contents.names.values(), "") | {name: text for name, (_, text) in values.items()})
     layout = contents.digest(contents.aliases)
     with naming_deleted(model):
         contents.store_what_differs()
@@ -129,16 +126,14 @@ def _check_tree(tree: object, instead: str) -> None:
         raise TypeError(f"expected a tree of arrays, got the text or path {tree!r}; {instead}")
 
 
-def _check_unicode(texts: Collection[str], where: str) -> None:
-    """Rejects texts that a file cannot hold."""
-    with contextlib.suppress(UnicodeEncodeError):
-        "".join(texts).encode()
-        return
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{text!r} is not Unicode text, so it cannot be {where}") from None
+def _check_unicode(texts: Mapping[str, str]) -> None:
+    """Rejects names, and the texts that they have, which a file cannot hold."""
+    for name, text in texts.items():
+        for each, what in ((name, "in a file"), (text, f"saved, at {name!r}")):
+            try:
+                each.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{each!r} is not Unicode text, so it cannot be {what}") from None
 
 
 def metadata(path: FilePath) -> dict[str, str]:
