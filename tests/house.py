@@ -20,14 +20,14 @@ LIMITS = {
     "lines of code, matrices": 768,
     "lines of code, nested": 672,
     "lines of code, optim": 2807,
-    "lines of code, saving": 2310,
+    "lines of code, saving": 2337,
     "lines of code, sharding": 1338,
-    "lines of code": 16119,
+    "lines of code": 16146,
     "files": 99,
     "lines of the longest file": 588,
     "names between files": 476,
     "names with one reader": 199,
-    "names defined in several files": 29,
+    "names defined in several files": 25,
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
