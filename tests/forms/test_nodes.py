@@ -282,6 +282,26 @@ def test_scan_takes_inputs_for_each_node():
     np.testing.assert_allclose(outs, [0, 0.5, 1, 1.5])
 
 
+@FORMS
+def test_layers_of_a_dictionary_run_in_the_order_of_their_numbers(form):
+    """JAX sorts keys as texts: `layer_10` before `layer_2`."""
+    model = {f"layer_{k}": {"w": ramp(2, 2, start=k / 12)} for k in range(12)}
+    at_rest, restructure = form(model)
+
+    def by_hand(at_rest):
+        model, x = restructure(at_rest), jnp.asarray(X)
+        for k in range(12):
+            x = jnp.tanh(model[f"layer_{k}"]["w"] @ x)
+        return jnp.sum(x)
+
+    def scanned(at_rest):
+        step = lambda x, layer: (jnp.tanh(layer["w"] @ x), None)
+        return jnp.sum(restructure.scan(step, jnp.asarray(X), at_rest, "layer_*")[0])
+
+    for got, want in zip(*(jax.tree.leaves(jax.value_and_grad(f)(at_rest)) for f in (scanned, by_hand)), strict=True):
+        np.testing.assert_allclose(got, want, 1e-4, 1e-6)
+
+
 def test_groups_may_part_the_nodes():
     groups = {"q of two": ["layers.0.q", "layers.2.q"], "norms": "**.norm", "rest": "**"}
     model = {"layers": _attentions()}

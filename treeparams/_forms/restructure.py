@@ -8,6 +8,7 @@ slice a padded copy of the whole stack.)
 """
 
 import operator
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -233,6 +234,9 @@ def _alike_nodes(source: _Unbuilt, where: Where) -> _Alike:
     """Returns the nodes that a `where` matches, as one."""
     structure = source.index.structure
     spans = nodes_in(structure, where, are_alike=True)
+    # JAX sorts the keys of a dictionary as texts, `Block_10` before `Block_2`; layers run in the order of their numbers.
+    if len({re.sub("[0-9]+", "0", span.path) for span in spans}) == 1:
+        spans = sorted(spans, key=lambda span: [*map(int, re.findall("[0-9]+", span.path))])
     values: dict[int, Any] = {}
     same: dict[int, _Location] = {}
     several: dict[int, tuple[_Location, ...]] = {}
@@ -438,7 +442,8 @@ class Restructure(Generic[M]):
         Args:
             form: see `restructure(form)`.
             where: a `where` that matches the nodes themselves: `"layers.*"`, a class, or a function from the model to
-                nodes (or a list of them). You get the outermost matches, in tree order.
+                nodes (or a list of them). You get the outermost matches, in tree order, or if their paths differ in
+                numbers alone, in the order of these: `Block_10` after `Block_2`.
 
         Returns:
             One node of their class. Its arrays, frozen ones too, have a leading axis over the nodes. An array that is
