@@ -15,16 +15,16 @@ from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 
-FALLING = optax.adamw(optax.exponential_decay(0.1, 1, 0.5), weight_decay=0.5)
+DECAYED = optax.adamw(0.1, weight_decay=0.5)
 INJECTED = optax.inject_hyperparams(optax.adam)(0.1)
 CASES = {
-    "tree": (optim.trainable, FALLING),
-    "vector": (VECTOR, FALLING),
-    "stacks": (STACKS, FALLING),
-    "groups": (optim.trainable, optim.groups({"head": FALLING}, default=INJECTED)),
+    "tree": (optim.trainable, DECAYED),
+    "vector": (VECTOR, DECAYED),
+    "stacks": (STACKS, DECAYED),
+    "groups": (optim.trainable, optim.groups({"head": DECAYED}, default=INJECTED)),
     "stacks in groups": (
         STACKS,
-        optim.groups({"body": optim.per_leaf(FALLING)}, default=INJECTED),
+        optim.groups({"body": optim.per_leaf(DECAYED)}, default=INJECTED),
     ),
     "injected rows": (STACKS, optim.per_leaf(INJECTED)),
 }

@@ -358,7 +358,12 @@ LATE = {  # what couples leaves after the count of each has been used
 EARLY = {
     "a clip": optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1)),
     "in a branch": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 3),
-    "nothing": optax.adamw(optax.linear_schedule(0.1, 0.0, 9)),
+    "nothing": optax.adamw(0.1),
+    "a schedule, whose count is of the run": optax.chain(
+        optax.scale_by_schedule(lambda count: jnp.where(count < 99, 1.0, 0.0)),
+        optax.clip_by_global_norm(1.0),
+        optax.sgd(0.1, 0.9),
+    ),
 }
 
 

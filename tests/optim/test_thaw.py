@@ -39,9 +39,9 @@ def _ones(model):
 
 
 RULES = {
-    "schedule": optax.adamw(optax.exponential_decay(0.1, 1, 0.9), weight_decay=0.5),
+    "adamw": optax.adamw(0.1, weight_decay=0.5),
     "MultiSteps": optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2).gradient_transformation(),
-    "injected": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 10)),
+    "injected": optax.inject_hyperparams(optax.adam)(0.1),
 }
 
 
@@ -53,7 +53,7 @@ def made(form, rule, trainable=None):
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [(form, "schedule") for form in (optim.trainable, VECTOR, STACKS)]
+    [(form, "adamw") for form in (optim.trainable, VECTOR, STACKS)]
     + [(optim.trainable, "MultiSteps"), (STACKS, "injected")],
 )
 def test_frozen_for_50_steps_is_as_if_they_had_not_happened(form, name):
@@ -129,16 +129,16 @@ def test_histories_are_one_where_counts_and_all_else_that_is_shared_are_equal():
     for _ in range(3):
         _, state = update(state, a=1)
     np.testing.assert_array_equal(update(state, b=2)[0]["b"], -2.5)  # its momentum has waited
-    # A rate that was set while one of them was frozen is set for both; the state of a clip is not.
-    for rule, runs in ((optax.inject_hyperparams(optax.sgd)(0.1), 1), (optim.clip_by_global_norm(9.0), 2)):
+    # What is of the run keeps no two apart: a rate that was set while one of them was frozen, the state of a clip.
+    for rule in (optax.inject_hyperparams(optax.sgd)(0.1), optim.clip_by_global_norm(9.0)):
         one = optim.trainable(rule)
         _, state = one.update(tp.copy(model), one.init(model), model)
         for choice, rate in (("a", 0.1), ("b", 0.2)):
             state = optim.set_trainable(one, state, model, choice)
-            state = optim.adjust(state, learning_rate=rate) if runs == 1 else state
+            state = optim.adjust(state, learning_rate=rate) if hasattr(state.runs[0], "hyperparams") else state
             _, state = one.update({choice: model[choice] * rate}, state, model)
         state = optim.set_trainable(one, state, model)
-        assert ([int(count) for count in state.counts], len(state.runs)) == ([2] * runs, runs)
+        assert ([int(count) for count in state.counts], len(state.runs)) == ([2], 1)
 
 
 @forms
@@ -159,21 +159,21 @@ FALLING = optax.sgd(optax.linear_schedule(0.1, 0.02, 8), momentum=0.5)
 @hypothesis.settings(deadline=None, max_examples=10, derandomize=True)
 @hypothesis.given(st.lists(st.tuples(st.sets(st.sampled_from("abc"), min_size=1), st.integers(0, 3)), max_size=5))
 def test_any_sequence_of_choices_is_each_leafs_own_run(form, stages):
-    # By hand: momentum and a rate that falls with the count, each leaf by itself.
+    # By hand: momentum of each leaf by itself, and a rate that falls with the steps of the run.
     with jax.numpy_dtype_promotion("standard"):
         model = {"a": jnp.array([1.0]), "b": jnp.array([2.0]), "c": jnp.array([4.0])}
         tx = made(form, FALLING, "a")
-        want, state = {name: [float(leaf[0]), 0.0, 0] for name, leaf in model.items()}, tx.init(model)
+        want, state, time = {name: [float(leaf[0]), 0.0] for name, leaf in model.items()}, tx.init(model), 0
         for names, steps in stages:
             state = optim.set_trainable(tx, state, model, sorted(names))
             for _ in range(steps):
                 model, state = optim.step(tx, jax.tree.map(lambda x: np.cos(3 * np.asarray(x)), model), state, model)
-            for name in names:
-                for _ in range(steps):
-                    leaf, trace, count = want[name]
+                for name in names:
+                    leaf, trace = want[name]
                     trace = np.cos(3 * leaf) + 0.5 * trace
-                    want[name] = leaf - (0.1 - 0.01 * count) * trace, trace, min(count + 1, 8)
-        for name, (leaf, *_) in want.items():
+                    want[name] = leaf - (0.1 - 0.01 * min(time, 8)) * trace, trace
+                time += 1
+        for name, (leaf, _) in want.items():
             np.testing.assert_allclose(model[name], [leaf], rtol=1e-4)
 
 
@@ -321,16 +321,52 @@ def test_fresh_leaves_have_fresh_hyperparameters_in_their_dtype(form):
     model = {"low": jnp.ones(2, jnp.bfloat16), "single": jnp.ones(2)}
     rule = optax.inject_hyperparams(optax.adam)(3e-4)
     tx = form(rule, "low")
-    fresh = tx.init(model)
-    single = form(rule, "single").init(model)
-    state = optim.set_trainable(tx, fresh, model)
-    assert_same(state.runs[1], single.runs[0])  # b2 is 0.999; in bfloat16, 1
+    fresh, single = tx.init(model), form(rule, "single").init(model)
+    both = optim.set_trainable(tx, fresh, model).hyperparams
+    assert_same(both, form(rule).init(model).hyperparams)  # b2 is 0.999; in bfloat16, 1
     adjusted = optim.adjust(fresh, learning_rate=0.25)
-    state = optim.set_trainable(tx, adjusted, model)
-    assert [float(run.hyperparams["learning_rate"]) for run in state.runs] == [0.25, 0.25]
-    np.testing.assert_array_equal(state.runs[1].hyperparams["b2"], np.float32(0.999))
-    reset = optim.set_trainable(tx, adjusted, model, "single", reset=True)  # a reset keeps what was set, too
-    assert_same(reset, optim.adjust(single, learning_rate=0.25))
+    assert_same(optim.set_trainable(tx, adjusted, model).hyperparams, both | {"learning_rate": jnp.array(0.25)})
+    assert_same(optim.set_trainable(tx, adjusted, model, "single", reset=True), single)  # all of it begins anew
+
+
+OF_THE_RUN = {
+    "a schedule": optax.adam(optax.piecewise_constant_schedule(1.0, {3: 1e-5})),
+    "an injected one": optax.inject_hyperparams(optax.adam)(optax.piecewise_constant_schedule(1.0, {3: 1e-5})),
+    "a plateau": optax.chain(optax.adam(1.0), optax.contrib.reduce_on_plateau(1e-5, 0, cooldown=99)),
+    "a node within": optax.apply_if_finite(optax.adam(optax.piecewise_constant_schedule(1.0, {3: 1e-5})), 3),
+    "in groups": optim.groups({"b": optax.adam(optax.piecewise_constant_schedule(1.0, {3: 1e-5}))}, optax.sgd(1e-5)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        (name, form)
+        for form in ("tree", "vector", "stacks")
+        for name in OF_THE_RUN
+        if (name, form) != ("in groups", "vector")
+    ],
+)
+def test_what_begins_late_takes_the_rate_of_the_run_and_its_own_corrections(name, form):
+    model = _pair() | {"b": jnp.ones(3, jnp.bfloat16)}
+    tx = optim.trainable(OF_THE_RUN[name], "a", form=form)
+    step = jax.jit(lambda grads, state: tx.update(grads, state, model, value=jnp.ones(())))
+    grads, state = _ones(model), tx.init(model)
+    for _ in range(4):  # from here on the rate is 1e-5
+        _, state = step(grads, state)
+    thawed = optim.set_trainable(tx, state, model)
+    updates, after = step(grads, thawed)
+    assert_close(updates, jax.tree.map(lambda leaf: jnp.full_like(leaf, -1e-5), model), 1e-6)
+    assert [int(count) for count in after.counts] == [5, 1]
+    for reset in ("b", "a", "**"):  # reset=where leaves alone what is of the run
+        anew = optim.set_trainable(tx, after, model, reset=reset)
+        assert_close(step(grads, anew)[0], updates, 1e-6)
+    assert_same(optim.set_trainable(tx, after, model, "a", reset=True), tx.init(model))
+    # A history without a gradient does not fall behind, nor does one that waits.
+    some, late = step(grads | {"b": None}, after)[1], step(grads, optim.set_trainable(tx, after, model, "a"))[1]
+    if form == "tree":
+        assert_close(step(grads, some)[0]["b"], updates["b"], 1e-6)
+    assert_close(step(grads, optim.set_trainable(tx, late, model))[0], updates, 1e-6)
 
 
 def test_a_history_without_gradients_is_warned_of_once():

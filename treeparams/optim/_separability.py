@@ -18,7 +18,6 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._forms.form import Form, stacks_in_groups, tree_of, vector_of
-from .._forms.states import Division
 from .._programs import Marks
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.parts import take_apart
@@ -28,7 +27,7 @@ from ._coupling import Extended, compared
 from ._formulas import NO_FORMULA, Formulas, Value, alike_p
 from ._reader import Reader
 from ._scaled import Factors, told
-from ._state import settled, steady
+from ._state import History, of_run, settled, steady
 
 Kinds = frozenset[tuple[str, int, int]]
 """Kinds of leaves: the group, or the empty text; the rank; and 1 for one such leaf, 2 for several."""
@@ -294,26 +293,28 @@ def _loss(params: PyTree, *_: Any, **__: Any) -> Any:
 # -- Several histories -------------------------------------------------------------------------------------------------
 
 
-def couples_late(tx: Extended, form: Form, state: PyTree, division: Division, extra: Mapping[str, Any]) -> bool:
-    """Returns whether a rule couples leaves through values that it has made of each by a number that all of them share.
+def couples_late(tx: Extended, form: Form, like: History, extra: Mapping[str, Any]) -> bool:
+    """Returns whether a rule couples leaves through values that it has made of each by a step count of its own.
 
     An example is a clip after Adam, which divides by a power of the step count. A clip before it couples gradients, and
-    these do not depend on the count.
+    these do not depend on the count. What is of the run is the same for all leaves.
 
     Args:
         tx: the rule.
         form: a form in which each leaf is an array.
-        state: the rule's state over it, as shapes.
-        division: the owners of its arrays.
+        like: the rule's state over it, as shapes.
         extra: arguments that the rule needs, besides `value`, `grad` and `value_fn`.
     """
-    params = form.shapes()
+    if like.division.problem or len(form.blocks) < 2:
+        return bool(like.division.problem)
+    params, run = form.shapes(), of_run([like])
     own = [1 << i for i in range(len(form.blocks))]
     of_path = {form.paths[slot]: mark for mark, slots in zip(own, form.members, strict=True) for slot in slots}
-    kept = [1 << len(own) if its is None else of_path[its.paths[0]] for its in division.owners]
-    if division.problem or len(own) < 2:
-        return bool(division.problem)
-    program, _ = _program(functools.partial(_step, tx, extra), params, state, params, np.float32(0))
+    kept = [
+        (0 if entries in run else 1 << len(own)) if its is None else of_path[its.paths[0]]
+        for entries, its in like.copies.owned()
+    ]
+    program, _ = _program(functools.partial(_step, tx, extra), params, like.state, params, np.float32(0))
     walk = _Late(len(own))
     return any(mark & walk.late for mark in walk.run(program, [*own, *kept, *own, 0]))
 

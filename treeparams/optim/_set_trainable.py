@@ -3,22 +3,22 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import EllipsisType
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._forms.form import Form
+from .._forms.states import Entries, Place, entries_of
 from .._slots.index import first_entries
 from .._slots.layout import Layout, Trainable, index_of, retrained, trained_at
 from .._slots.parts import Parts, take_apart
 from .._slots.where import Leaves, Where
+from .._tree.dtypes import common_dtype
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
@@ -32,11 +32,12 @@ from ._state import (
     check_no_memory,
     check_state,
     free_rates,
+    handed_on,
     in_own_buffers,
     map_injected,
     nodes_of,
     noticed,
-    rates_in,
+    of_run,
     regrouped,
     rule_of,
 )
@@ -62,9 +63,13 @@ def set_trainable(
 
     Call it between steps, outside of `jax.jit`; a jitted step is traced once more. Take gradients by `state.layout`, or
     the thawed parameters get none. A frozen parameter keeps its moments, bit for bit, and its step count. When you thaw
-    it, it goes on **with its own count**, as if the steps in between had not happened for it, also in schedules inside
-    `tx`. A parameter that trains for the first time starts at count zero, with the hyperparameters of `tx`, or those
-    that `optim.adjust` has set.
+    it, it goes on **with its own count**, as if the steps in between had not happened for it. A parameter that trains
+    for the first time starts at count zero.
+
+    **What holds no array of any parameter belongs to the run**: the count of a schedule, a plateau, injected rates, the
+    state of a clip or of `optax.apply_if_finite`. It goes on in each step, for all. So `optax.adam(schedule)` keeps two
+    counts: Adam's corrections go by the parameter's, the rate goes by the run's. Inside `optim.per_leaf` all belongs to
+    the rows, and fresh ones get the hyperparameters that you have set by `optim.adjust`.
 
     **`reset=where` resets part of the model**, such as a head that you re-initialise. Given alone, it does not change
     which parameters train.
@@ -93,8 +98,8 @@ def set_trainable(
         trainable: the parameters that train from now on: `None` (as declared), a mask, a `where` or a `Layout`; see
             `tp.layout`. Ties are those in the state. If you leave it out, it is `None`, or with `reset=where` the
             choice in the state.
-        reset: a `where` of parameters whose moments and counts start afresh, including frozen ones; `True` drops all
-            histories and holds nothing. Hyperparameters stay as you set them.
+        reset: a `where` of parameters whose moments and counts start afresh, including frozen ones; what belongs to the
+            run goes on. `True` begins all of it anew.
 
     Returns:
         The new state. A frozen parameter costs no more than its held state.
@@ -153,16 +158,14 @@ def _changed(
     if parts.layout == state.roles.layout and not anew and reset is not True:
         return state
     if reset is True:
-        fresh = rule.start(parts)
-        runs = tuple([_with_rates(rule, run, parts.layout, histories) for run in fresh.runs])
-        return dataclasses.replace(fresh, runs=runs)
+        return rule.start(parts)
     check_no_memory(histories)
     now = frozenset(parts.index.positions)
     stays = known - anew
-    begun = (
-        [_begun(rule, take_apart(model, trained_at(parts.layout, list(now - stays))), histories)] if now - stays else []
-    )
-    pairs = [(history, stays) for history in histories] + [(history, now - stays) for history in begun]
+    begun = [_begun(rule, take_apart(model, trained_at(parts.layout, list(now - stays))))] if now - stays else []
+    shared = _of_run(rule, histories, begun)
+    pairs = [(handed_on(history, shared), stays) for history in histories]
+    pairs += [(_as_set(rule, handed_on(history, shared), histories), now - stays) for history in begun]
     running, held = _at(rule, parts.layout, pairs, now), _at(rule, parts.layout, pairs, known - now)
     if len(running) > 1:
         rule.check_together(parts.layout)
@@ -172,9 +175,9 @@ def _changed(
     return _state_of(parts.layout, running, held, still)
 
 
-def _begun(rule: Any, parts: Parts[Any], histories: Sequence[History]) -> History:
-    """Returns the history of parameters that begin, with the hyperparameters that you have set for the others."""
-    run = _with_rates(rule, rule.fresh(parts), parts.layout, histories)
+def _begun(rule: Any, parts: Parts[Any]) -> History:
+    """Returns the history of parameters that begin."""
+    run = rule.fresh(parts)
     return History(parts.layout, run, rule.like(parts.layout, run).division, jnp.zeros((), jnp.int32))
 
 
@@ -221,59 +224,58 @@ def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History
     return counting(TrainableState(states[:n], states[n:], counts, roles, still))
 
 
-def _with_rates(rule: Any, fresh: PyTree, layout: Layout, histories: Sequence[History]) -> PyTree:
-    """Returns a fresh state with the hyperparameters that were set since the others were made."""
-    known = [(rates_in(history.state), history) for history in histories]
-    rates, history = max(known, key=lambda pair: _width(pair[0]), default=([], None))
-    if history is None or not _width(rates):
-        return fresh
-    form = rule.form_of(history.layout)
-    made, now = (_by_rule(form, state) for state in (rule.begun(history.layout), history.state))
-    site = _site_of_rule(rule.form_of(layout))
-
-    def restore(path: tuple[Any, ...], node: Any) -> Any:
-        key = site(path)
-        if key not in now:
-            return node
-        old, rates = made[key].hyperparams, free_rates(now[key])
-        changed = {name for name, rate in rates.items() if not np.array_equal(rate, old[name], equal_nan=True)}
-        new = {name: _for_rows(rates[name], node.hyperparams[name]) for name in changed}
-        return node._replace(hyperparams=node.hyperparams | new)
-
-    return map_injected(restore, fresh)
+def _of_run(rule: Any, histories: Sequence[History], begun: Sequence[History]) -> dict[Entries, Any]:
+    """Returns the arrays of the run, as wide as all that trains needs them."""
+    first = histories[0]
+    kept, shared = first.copies.arrays, of_run([*histories, *begun])
+    found = {entries: kept[entries] for entries in shared if entries in kept}
+    fresh = {entries: array for each in begun for entries, array in each.copies.arrays.items() if entries in found}
+    wider = {entries: _wider(found[entries], array) for entries, array in fresh.items()}
+    if any(found[entries].dtype != dtype for entries, dtype in wider.items()):
+        # Optax rounds hyperparameters to the dtype of the parameters: 0.999 in bfloat16 is 1.
+        start = entries_of(rule.begun(first.layout))
+        for entries, dtype in wider.items():
+            is_as_made = _bits(found[entries]) == _bits(start[entries])
+            found[entries] = fresh[entries] if is_as_made else jnp.asarray(found[entries], dtype)
+    return found
 
 
-def _width(rates: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the bytes of the widest hyperparameter; 0 if there is none."""
-    return max((jnp.dtype(rate.dtype).itemsize for each in rates for rate in each.values()), default=0)
+def _wider(one: Any, other: Any) -> Any:
+    return one.dtype if one.dtype == other.dtype else common_dtype([one.dtype, other.dtype])
 
 
-def _by_rule(form: Form, state: PyTree) -> dict[Any, Any]:
-    """Returns the nodes of `optax.inject_hyperparams` by the place of the rule; in `optim.per_leaf` the first one."""
-    site, nodes = _site_of_rule(form), dict[Any, Any]()
-    map_injected(lambda path, node: nodes.setdefault(site(path), node) and node, state)
-    return nodes
+def _as_set(rule: Any, fresh: History, histories: Sequence[History]) -> History:
+    """Returns a fresh history with the hyperparameters that you have set for other rows in `optim.per_leaf`."""
+    rates = {entries: rate for entries, owners in fresh.copies.owned() if (rate := _rate_of_rows(entries, owners))}
+    changed = dict[Any, Any]()
+    for history in histories if rates else ():
+        start = entries_of(rule.begun(history.layout))
+        for entries, owners in history.copies.owned():
+            rate, array = _rate_of_rows(entries, owners), history.copies.arrays[entries]
+            if rate and _bits(array) != _bits(start[entries]):
+                known = changed.setdefault(rate, array)
+                changed[rate] = array if array.dtype.itemsize > known.dtype.itemsize else known
+    arrays = fresh.copies.arrays
+    return handed_on(
+        fresh,
+        {
+            entries: jnp.full_like(arrays[entries], jnp.ravel(changed[rate])[0])
+            for entries, rate in rates.items()
+            if rate in changed
+        },
+    )
 
 
-def _site_of_rule(form: Form) -> Callable[[Any], Any]:
-    """Returns a function that maps a path in a state to the place of the rule, without the leaf in `optim.per_leaf`."""
-    leaves, states, spare = set(form.keys), jtu.GetAttrKey("states"), jtu.GetAttrKey("spare")
-
-    def site(path: tuple[Any, ...]) -> tuple[Any, ...]:
-        if spare in path:
-            at = path.index(spare)
-            return (*path[:at], states, *path[at + 1 :])
-        start = path.index(states) + 1 if states in path else len(path)
-        end = next((end for end in range(start, len(path) + 1) if path[start:end] in leaves), start)
-        return path[:start] + path[end:]
-
-    return site
-
-
-def _for_rows(rate: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns the hyperparameter of another leaf for a leaf, or for each row of a stack."""
-    rate = rate if jnp.shape(rate) == like.shape else jnp.broadcast_to(jnp.ravel(rate)[0], like.shape)
-    return jnp.array(rate, like.dtype)
+def _rate_of_rows(entries: Entries, owners: Any) -> Place | None:
+    """Returns the place of a hyperparameter that each row in `optim.per_leaf` has, whether there are rows or not."""
+    if owners is None and "spare" in entries:
+        at = entries.index("spare")
+        place = (*entries[:at], "states"), entries[at + 1 :]
+    elif owners is not None and owners.has_rows:
+        place = owners.place
+    else:
+        return None
+    return place if "hyperparams" in place[1] else None
 
 
 S = TypeVar("S")

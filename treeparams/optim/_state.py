@@ -11,7 +11,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from .._forms.form import Form
-from .._forms.states import Copies, Division, Init, divide, entries_of, regroup
+from .._forms.states import Copies, Division, Entries, Init, divide, entries_of, regroup
 from .._slots.layout import Layout, index_of
 from .._tree.memory import warn
 from .._tree.static_keys import contents
@@ -434,6 +434,22 @@ def regrouped(histories: Sequence[History], like: History) -> PyTree:
         # If a group has no parameter left, `optim.per_leaf` keeps an array that the histories do not have.
         sources.append(dataclasses.replace(like, state=like.begin(), begin=None).copies)
     return jtu.tree_unflatten(treedef, regroup(sources, like.copies))
+
+
+def of_run(histories: Sequence[History]) -> frozenset[Entries]:
+    """Returns the shared arrays that no parameter's step count decides, by their entries.
+
+    Such as the state of a schedule, a plateau or a rate: the node that holds them holds no array of any parameter.
+    """
+    owned = [owners for each in histories for owners in each.division.owners if owners is not None]
+    nodes = {owners.place[0][:-1] for owners in owned}
+    return frozenset(entries for each in histories for entries in each.copies.common if entries[:-1] not in nodes)
+
+
+def handed_on(history: History, arrays: Mapping[Entries, Any]) -> History:
+    """Returns a history with these arrays in place of its own."""
+    leaves = [arrays.get(entries, leaf) for entries, leaf in history.copies.arrays.items()]
+    return dataclasses.replace(history, state=jtu.tree_unflatten(jtu.tree_structure(history.state), leaves))
 
 
 def check_no_memory(histories: Sequence[History]) -> None:

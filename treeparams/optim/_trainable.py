@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from .._forms.form import Form, stacks_in_groups, stacks_of, tree_of, vector_of, vectors_of
-from .._forms.states import Division
+from .._forms.states import Division, Entries
 from .._slots.accidents import warn_of_parted_ties
 from .._slots.index import warn_of_nothing
 from .._slots.layout import Layout, Trainable, index_of, trained_at
@@ -42,9 +42,11 @@ from ._state import (
     TrainableState,
     asked,
     extended,
+    handed_on,
     in_own_buffers,
     nodes_of,
     noticed,
+    of_run,
     regrouped,
     remembered,
     settled,
@@ -348,13 +350,10 @@ class Rule:
     def _couples_late(self, layout: Layout) -> bool:
         positions = index_of(layout).positions
         layout = trained_at(layout, [positions[slot] for slot in few_names(layout.paths)])
-        if self.form == "tree":
-            like = self.like(layout)
-            return couples_late(self.tx, tree_of(layout), like.state, like.division, self._trial)
         form = tree_of(layout)
         if self.form == "stacks":
             form = stacks_in_groups(layout, self._groups_of(layout) or {None: range(len(layout.slots))}, is_apart=True)
-        return couples_late(self.tx, form, *asked(self.tx.init, form), self._trial)
+        return couples_late(self.tx, form, History(layout, *asked(self.tx.init, form)), self._trial)
 
     # -- Steps
 
@@ -404,13 +403,18 @@ class Rule:
             steps, run = sight.step(update, history.division, history.state, self.tx.init)
             return steps, (run,), (history.count + (1 if moves is True else moves.astype(jnp.int32)),)
         steps: list[Any] = [None] * len(sight.parts.slots)
-        runs, counts = [history.state for history in histories], [history.count for history in histories]
-        for number, made, runs[number] in self._of_several(sight, update, histories):
+        after, counts = [*histories], [history.count for history in histories]
+        shared = dict[Entries, Any]()
+        for number, made, state in self._of_several(sight, update, histories):
+            after[number] = dataclasses.replace(histories[number], state=state)
             moves = sight.moves(histories[number])
             counts[number] = counts[number] + (1 if moves is True else moves.astype(jnp.int32))
             for slot in sight.slots_of(histories[number]):
                 steps[slot] = made[slot]
-        return steps, tuple(runs), tuple(counts)
+            if not shared and len(histories) > 1:  # the same in all histories, and those without a gradient follow
+                arrays, its = after[number].copies.arrays, of_run(histories)
+                shared = {entries: array for entries, array in arrays.items() if entries in its}
+        return steps, tuple([handed_on(each, shared).state for each in after]), tuple(counts)
 
     def _of_several(
         self, sight: Sight, update: Callable[[PyTree], Any], histories: Sequence[History]
