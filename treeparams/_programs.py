@@ -12,7 +12,7 @@ parameter that goes into an opaque operation is reached, and has moved; elements
 import enum
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -106,7 +106,7 @@ def operation_name(eqn: JaxprEqn) -> str:
 
 def kind_of(eqn: JaxprEqn) -> Kind:
     """Returns the facts known about an operation."""
-    return _KINDS.get(operation_name(eqn), Kind(0))
+    return _KINDS.get(eqn.primitive.name) or _KINDS.get(operation_name(eqn), Kind(0))
 
 
 def is_high(eqn: JaxprEqn) -> bool:
@@ -148,13 +148,11 @@ class Walk(Generic[V]):
         jaxpr = program.jaxpr
         known = dict(zip(jaxpr.invars, args, strict=True))
         known.update(zip(jaxpr.constvars, map(self.constant, program.consts), strict=True))
-        for eqn in jaxpr.eqns:
-            known.update(zip(eqn.outvars, self.step(eqn, self._look(eqn.invars, known)), strict=True))
-        return self._look(jaxpr.outvars, known)
-
-    def _look(self, atoms: Sequence[Any], known: Mapping[Any, V]) -> list[V]:
         # A literal has no entry: it is a constant that stands in the operation itself.
-        return [self.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+        for eqn in jaxpr.eqns:
+            its = [self.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
+            known.update(zip(eqn.outvars, self.step(eqn, its), strict=True))
+        return [self.literal(atom) if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
 
     def literal(self, atom: Literal) -> V:
         """Returns the value of a constant in an operation."""

@@ -113,7 +113,9 @@ def test_plain_optax_and_averages_of_stacks_are_those_of_the_leaves():
 AWARE = {
     "muon": optax.contrib.muon(0.1),
     "adafactor": optax.adafactor(0.1),
-    "adafactor without norms": optax.adafactor(0.1, multiply_by_parameter_scale=False, clipping_threshold=None),
+    "adafactor without norms": optax.adafactor(
+        0.1, min_dim_size_to_factor=2, multiply_by_parameter_scale=False, clipping_threshold=None
+    ),
     "lamb": optax.lamb(0.1),
     "lars": optax.lars(0.1),
     "a mask by rank": optax.adamw(0.1, mask=by_rank),
@@ -133,21 +135,19 @@ def test_refuses_what_looks_at_a_leaf_by_itself(name):
     match = r"inside optim.per_leaf: optax.chain\(optim.clip"
     with pytest.raises(ValueError, match=match):
         optim.trainable(AWARE[name], form="stacks").init(MANY)
-    for model in [pair(3), pair(2, 2, 3, 3), [pair(3), _normal()]] if name == "muon" else []:
+    for model in [pair(3), [pair(3), _normal()]] if name == "muon" else []:
         with pytest.raises(ValueError, match=match):
             jax.eval_shape(optim.trainable(AWARE[name], form="stacks").init, model)
 
 
-def test_a_rule_is_tried_once_for_each_kind_of_model():
+def test_a_rule_is_tried_once_for_each_model():
     traces, tried = [], [0]
     tx = optim.trainable(optax.stateless(lambda updates, params: traces.append(1) or updates), form="stacks")
     for model in ([*pair(3), _normal(2)], pair(7), _normal(2, 3), [_normal(4, 4)], pair(2, 2)):
         for init in (tx.init, tx.init, functools.partial(jax.eval_shape, tx.init)):
             init(model)
             tried.append(len(traces))
-    assert [bool(new) for new in np.diff(tried)] == [
-        new for kind in (1, 0, 1, 0, 1) for new in (bool(kind), False, False)
-    ]
+    assert [bool(new) for new in np.diff(tried)] == [True, False, False] * 5
 
 
 def test_groups_over_stacks_are_one_division():

@@ -20,11 +20,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import optax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Primitive
 
 from .._programs import Kind, Marks, kind_of
 from .._tree.types import PyTree
-from ._formulas import alike_p
+
+# An operation that is known to do the same to leaves as to the array that they are joined to.
+alike_p = Primitive("alike")
+alike_p.def_abstract_eval(lambda array, *_, **__: array)
 
 Extended = optax.GradientTransformationExtraArgs
 """A rule of Optax, as `extended` returns it."""

@@ -1,348 +1,355 @@
-"""From programs to formulas: the effect of JAX's operations on the elements of blocks.
+"""Programs as numbers: what a rule does to each leaf, whether leaves come by themselves or joined.
 
-Loops, and the state of an optimiser, carry values from round to round. Values that begin alike and change alike share a
-number. Numbers follow the order in which values are first carried, which is the same in any form. An operation of which
-nothing more is known - a product of matrices, a sort, a draw - has a formula of its name, its parameters and its
-operands, including shapes, so that it is equal only to itself. Kernels, and callbacks to Python, have no formula.
+A rule over one array of all leaves is another program than over the leaves, with other shapes in it, and is right if
+each *element* comes out the same. So the programs are run on numbers modulo a prime, one random number for all elements
+of a leaf. An array is a sequence of runs, each with the number of its elements: a vector has a run for each leaf in it.
+Sums, products and quotients are computed, so that it does not matter in which order, leaf by leaf or at once, a total
+is added up. Every other operation gives a number that is a hash of its name and operands, and constants are hashes too.
+So programs that do the same give the same numbers, and programs that do something else give others, but for an accident
+of one in 2**61.
+
+An operation that is no function of elements - a product of matrices, a sort, a sum along one axis - hashes the shapes
+of its operands too, so that it is equal only to itself. Kernels and callbacks to Python hash the reader, so they are
+equal to nothing. A choice hashes both branches. Of a loop three rounds are read, whatever their number is.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal
 
 from .._programs import Kind, Walk, kind_of, operation_name, scan_operands, while_parts
-from ._formulas import NO_FORMULA, TOTALS, Blocks, Formulas, Run, Value, runs_of, with_formulas
 
-_WHOLE = {np.dtype(np.int32), np.dtype(np.int64)}  # counts here overflow in neither
+PRIME = (1 << 61) - 1
+ROUNDS = 3
+
+Operation = Any  # a `JaxprEqn`, whose type does not say that its operands have shapes
+
+Value = tuple[tuple[int, int | None], ...]
+"""The runs of an array: the number of the elements, and how many there are; `None` if all of the array are equal."""
+
 _UNNAMED = {"out_sharding", "sharding", "weak_type"}  # parameters that no number depends on
 
-# One round: from the carried values to the next ones, and its other results.
-Body = Callable[[list[Value]], tuple[Sequence[Value], Sequence[Value]]]
+
+def hashed(*key: Any) -> int:
+    """Returns the number of an operation on other numbers, or of an argument."""
+    return hash(key) % PRIME
 
 
-class _Loop(NamedTuple):
-    """The values of a loop."""
-
-    start: Sequence[Value]
-    carried: Sequence[Value]  # as the body takes it
-    numbers: list[int]  # of each run that is carried, equal if the runs are
-    rounds: dict[int, tuple[int, int]]  # for each number, the first formula, and the next one in terms of the round's
-    others: Sequence[Value]
+def equal(number: int) -> Value:
+    """Returns an array whose elements are all equal."""
+    return ((number % PRIME, None),)
 
 
-class Reader(Walk[Value], Blocks):
-    """Carries formulas of elements.
+def of_size(number: int, size: int) -> Value:
+    """Returns an array of which nothing more is known than its size."""
+    return ((number, None if size == 1 else size),)
+
+
+def each(f: Callable[[Sequence[int]], int], its: Sequence[Value], *first: int) -> Value | None:
+    """Returns the result of a function of elements; `None` if runs do not lie at the same places."""
+    count = max(map(len, its))
+    several = [value * count if value[0][1] is None else value for value in its]
+    if {*map(len, several)} != {count}:
+        return None
+    found = []
+    for runs in zip(*several, strict=True):
+        sizes = {size for _, size in runs if size is not None}
+        if len(sizes) > 1:
+            return None
+        found.append((f((*first, *[number for number, _ in runs])) % PRIME, sizes.pop() if sizes else None))
+    return tuple(found)
+
+
+def _total(value: Value, size: int) -> int:
+    """Returns the sum of all elements of an array of this size."""
+    if value[0][1] is None:
+        return value[0][0] * size
+    sizes = [own for _, own in value if own]
+    ahead = size // sum(sizes)  # a memory of several steps has leading axes
+    return sum(map(operator.mul, [number for number, _ in value], sizes)) * ahead
+
+
+class Reader(Walk[Value]):
+    """Carries the numbers of elements.
 
     Attributes:
-        opaque: the names of the operations that have no formula.
+        opaque: the names of the operations that show no program.
     """
 
-    _depth = 0  # of loops
-
-    def __init__(self, formulas: Formulas, slots: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
-        Walk.__init__(self)
-        Blocks.__init__(self, formulas, slots, sizes)
+    def __init__(self) -> None:
+        super().__init__()
         self.opaque = set[str]()
-
-    def training(self, start: Sequence[Value], body: Body) -> tuple[Any, Sequence[Value]] | None:
-        """Returns all rounds that the results beside the carried values depend on, and these results in one round.
-
-        It returns `None` if a carried value does not keep its runs and places.
-
-        The state of an optimiser may contain arrays that no update depends on, such as the norm of each leaf for a
-        plot, which differs over a vector. So only those numbers of the loop count that the updates are made of, in this
-        round or through the rounds before.
-        """
-        found = self._loop(start, body)
-        if found is None:
-            return None
-        needed, formulas = set[int](), [run.formula for run in runs_of(found.others)]
-        while more := self.formulas.carried_in(self._depth + 1, formulas) - needed:
-            needed |= more
-            formulas = [found.rounds[n][1] for n in more]
-        if needed < found.rounds.keys():
-            # Read again without the others, which would otherwise influence the numbers of those that count.
-            pairs = zip(found.numbers, runs_of(found.start), strict=True)
-            kept = [run.formula if n in needed else NO_FORMULA for n, run in pairs]
-            found = self._loop(with_formulas(found.start, kept), body)
-        return None if found is None else ((*found.rounds.values(),), found.others)
+        self._members: dict[int, frozenset[int]] = {}  # the numbers among which one is the largest, the least ...
+        self._functions = dict[int, Any]()  # of operations, by their ids
+        self._literals = dict[Any, Value]()
+        self._kept = list[Any]()  # whose ids are in hashes
 
     # -- Operations ----------------------------------------------------------------------------------------------------
 
-    def operation(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
-        """Returns the formulas of the results of an operation."""
-        name, kind = eqn.primitive.name, kind_of(eqn)
-        if Kind.SAME in kind or (name == "convert_element_type" and _keeps_whole_numbers(eqn)):
+    def step(self, eqn: Operation, its: list[Value]) -> Sequence[Value]:
+        """Returns the numbers of the results of an operation."""
+        kind, name = kind_of(eqn), eqn.primitive.name
+        if Kind.SAME in kind or (name == "convert_element_type" and _keeps_numbers(eqn)):
             return its
-        found: Sequence[Value] | None = None
-        shape = _aval_of(eqn.outvars[0]).shape if eqn.outvars else ()
-        if Kind.EACH in kind and any(_aval_of(atom).shape == shape for atom in eqn.invars):
-            params = (repr(value) for key, value in sorted(eqn.params.items()) if key not in _UNNAMED)
-            key = name.removesuffix("_any"), *params
-            is_floating = jnp.issubdtype(_aval_of(eqn.outvars[0]).dtype, jnp.inexact)
-            value = self.of_totals(key, its, is_floating) or self.each(key, its)
-            found = None if value is None else [value]
+        found: Sequence[Value | None]
+        if Kind.EACH in kind:
+            if id(eqn) not in self._functions:
+                self._functions[id(eqn)] = eqn, *self._function(eqn)
+            _, f, *first = self._functions[id(eqn)]
+            found = [each(f, its, *first)]
+        elif name in _TOTALS:
+            found = [self._reduced(eqn, its[0])]
         elif name in _MOVES:
-            found = _MOVES[name](self, eqn, its)
-        elif not kind or Kind.REF in kind:
-            self.opaque.add(operation_name(eqn))
-            return [Value.equal(NO_FORMULA)] * len(eqn.outvars)
-        return self._whole(eqn, its) if found is None else found
+            found = _MOVES[name](eqn, its)
+        else:
+            return super().step(eqn, its)
+        if None in found:
+            return self._whole(eqn, its)
+        return [
+            equal(value[0][0]) if value[0][1] and var.aval.size == 1 else value
+            for value, var in zip(found, eqn.outvars, strict=True)
+            if value is not None
+        ]
 
-    def _whole(self, eqn: JaxprEqn, its: Sequence[Value]) -> list[Value]:
+    def _function(self, eqn: Operation) -> tuple[Any, ...]:
+        """Returns what an element-wise operation does to numbers, and the numbers that it begins with."""
+        name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+        if name == "integer_pow" and jnp.issubdtype(dtype, jnp.inexact):
+            return (functools.partial(_power, eqn.params["y"]),)
+        if name in _COMPUTED and (name != "div" or jnp.issubdtype(dtype, jnp.inexact)):
+            return (_COMPUTED[name],)
+        if name in ("max", "min") or (name in ("and", "or") and jnp.issubdtype(dtype, bool)):
+            return (functools.partial(self._one_of, name),)
+        return hash, hashed(name, *[repr(value) for at, value in sorted(eqn.params.items()) if at not in _UNNAMED])
+
+    def _one_of(self, name: str, numbers: Sequence[int]) -> int:
+        """Returns the largest, or the least, of numbers, whatever the order in which they are compared."""
+        among = frozenset[int]().union(*[self._members.get(hash((name, n)), (n,)) for n in numbers])
+        if len(among) == 1:
+            return next(iter(among))
+        number = hashed(name, among)
+        self._members[hash((name, number))] = among
+        return number
+
+    def _reduced(self, eqn: Operation, value: Value) -> Value | None:
+        """Reduces over all elements; `None` for a reduction over some axes."""
+        shape, axes, name = eqn.invars[0].aval.shape, eqn.params["axes"], _TOTALS[eqn.primitive.name]
+        if value[0][1] and not all(axis in axes or size == 1 for axis, size in enumerate(shape)):
+            return None if axes else value
+        if name == "add":
+            return equal(_total(value, math.prod([shape[axis] for axis in axes])))
+        return equal(self._one_of(name, [number for number, _ in value]))
+
+    def operation(self, eqn: Operation, its: list[Value]) -> Sequence[Value]:
+        """Returns the numbers of an operation of which nothing is known, or only that it is a function."""
+        if kind_of(eqn) and Kind.REF not in kind_of(eqn):
+            return self._whole(eqn, its)
+        self.opaque.add(operation_name(eqn))
+        self._kept.append(object())
+        return [equal(hashed("opaque", id(self._kept[-1]), i)) for i in range(len(eqn.outvars))]
+
+    def _whole(self, eqn: Operation, its: Sequence[Value]) -> list[Value]:
         """Returns the results of an operation of which only the operands are known, as they lie there."""
-        params = repr(sorted((key, repr(value)) for key, value in eqn.params.items()))
-        key = eqn.primitive.name, params, *(str(_aval_of(atom)) for atom in eqn.invars), *map(self.lies, its)
-        over = [run.formula for run in runs_of(its)]
-        formulas = [self.formulas.of("whole", i, *key, over=over) for i in range(len(eqn.outvars))]
-        return list(map(Value.of_no_block, formulas, [_aval_of(var).size for var in eqn.outvars]))
+        params = repr(sorted([(name, repr(value)) for name, value in eqn.params.items()]))
+        key = eqn.primitive.name, params, *[str(atom.aval) for atom in eqn.invars], *its
+        return [of_size(hashed("whole", i, key), var.aval.size) for i, var in enumerate(eqn.outvars)]
+
+    def literal(self, atom: Literal) -> Value:
+        """Returns the number of a constant in an operation."""
+        key = str(atom.aval), repr(atom.val)
+        if key not in self._literals:
+            self._literals[key] = self.constant(atom.val)
+        return self._literals[key]
 
     def constant(self, value: Any) -> Value:
-        """Returns the formula of a constant."""
+        """Returns the number of a constant: not its value, which may be a rate that changes later."""
         if isinstance(value, Tracer):
-            self.formulas.kept.append(value)  # so that no other gets its id
-            return Value.of_no_block(self.formulas.of("traced", id(value)), value.size)
+            self._kept.append(value)
+            return of_size(hashed("traced", id(value)), value.size)
         if jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         array = np.asarray(value)
-        if array.dtype in _WHOLE:
-            array = array.astype(np.int64)
+        array = array.astype(np.int64) if array.dtype in _WHOLE else array
         first, everything = array.ravel()[:1].tobytes(), array.tobytes()
         if everything == first * array.size:
-            return Value.equal(self.formulas.of("constant", array.dtype.name, first))
-        return Value.of_no_block(self.formulas.of("constant", array.dtype.name, array.shape, everything), array.size)
+            return equal(hashed("constant", array.dtype.name, first))
+        return of_size(hashed("constant", array.dtype.name, array.shape, everything), array.size)
 
     # -- Branches and loops --------------------------------------------------------------------------------------------
 
-    def of_cond(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
-        """Returns the formulas of a choice between programs."""
+    def of_cond(self, eqn: Operation, its: list[Value]) -> Sequence[Value]:
+        """Returns the numbers of a choice between programs."""
         ends = [self.run(branch, its[1:]) for branch in eqn.params["branches"]]
-        found = []
-        for i, several in enumerate(zip(*ends, strict=True)):
-            either = self.each(("cond",), [its[0], *several])
-            found.append(self._whole(eqn, [*its, *several])[i] if either is None else either)
-        return found
+        return self._mixed(eqn, ("cond",), [(its[0], *values) for values in zip(*ends, strict=True)])
 
-    def of_while(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
-        """Returns the formulas of the values that a loop carries."""
+    def of_while(self, eqn: Operation, its: list[Value]) -> Sequence[Value]:
+        """Returns the numbers of the values that a loop carries."""
         start, end, condition, program = while_parts(eqn)
+        rounds, goes_on = [its[end:]], list[Value]()
+        for _ in range(ROUNDS):
+            goes_on += self.run(condition, [*its[:start], *rounds[-1]])
+            rounds.append(self.run(program, [*its[start:end], *rounds[-1]]))
+        return self._mixed(eqn, ("while", *goes_on), zip(*rounds, strict=True))
 
-        def body(carried: list[Value]) -> tuple[list[Value], list[Value]]:
-            goes_on = self.run(condition, [*its[:start], *carried])
-            return self.run(program, [*its[start:end], *carried]), goes_on
-
-        found = self._loop(its[end:], body)
-        if found is None:
-            return self._whole(eqn, its)
-        return self._after(found, "while", self.lies(found.others[0]), over=[run.formula for run in found.others[0]])[1]
-
-    def of_scan(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
-        """Returns the formulas of the values that a scan carries, and of those that it puts together."""
+    def of_scan(self, eqn: Operation, its: list[Value]) -> Sequence[Value]:
+        """Returns the numbers of the values that a scan carries, and of those that it puts together."""
         program = eqn.params["jaxpr"]
         fixed, start, along = scan_operands(eqn, its)
         given = program.jaxpr.invars[len(its) - len(along) :]
-        rows = [self._row(value, _aval_of(var).size) for value, var in zip(along, given, strict=True)]
-
-        def body(carried: list[Value]) -> tuple[list[Value], list[Value]]:
-            found = self.run(program, [*fixed, *carried, *filter(None, rows)])
-            return found[: len(start)], found[len(start) :]
-
-        found = self._loop(start, body) if all(rows) else None
-        if found is None:
-            return self._whole(eqn, its)
-        loop, results = self._after(found, "scan", eqn.params["length"], eqn.params["reverse"])
-        for value, var in zip(found.others, eqn.outvars[len(start) :], strict=True):
-            formula = self.formulas.of("rows", self.lies(value), over=[loop, *(run.formula for run in value)])
-            results.append(_with_formula(value, formula, _aval_of(var).size))
+        rounds, made = [start], list[Any]()
+        for n in range(ROUNDS):
+            rows = [_row(n, value, var.aval) for value, var in zip(along, given, strict=True)]
+            if None in rows:
+                return self._whole(eqn, its)
+            found = self.run(program, [*fixed, *rounds[-1], *[row for row in rows if row]])
+            rounds.append(found[: len(start)])
+            made.append(found[len(start) :])
+        key = "scan", eqn.params["length"], eqn.params["reverse"]
+        results = self._mixed(eqn, key, [*zip(*rounds, strict=True), *zip(*made, strict=True)])
+        for i in range(len(start), len(results)):
+            if results[i][0][1] is None:  # a number of each round
+                results[i] = of_size(results[i][0][0], eqn.outvars[i].aval.size)
         return results
 
-    def _row(self, value: Value, size: int) -> Value | None:
-        """Returns the value that a scan gives to each of its rounds, without the axis ahead of the leaf's."""
-        run, *others = value
-        if value.is_equal:
-            return value
-        if others or (isinstance(run.place, int) and size % run.size):
-            return None
-        return _with_formula(value, self.formulas.of("row", self._depth + 1, over=[run.formula]), size)
-
-    def _loop(self, start: Sequence[Value], body: Body) -> _Loop | None:
-        """Returns the values of a loop; `None` if a carried value does not keep its runs and places.
-
-        A round is read with symbols, "the value carried under this number". The runs that share a number are found from
-        above. At first these are all runs that begin with one formula, such as the moments of all leaves, which begin
-        with zero. If a round makes different formulas of two of them, they get separate numbers, and the round is read
-        again. That ends, as there are more numbers each time and no more than runs. Runs that share a number then have
-        begun alike, and each round does the same to them, so they are equal after any number of rounds. The moment of a
-        vector that holds these leaves gets one number in the same way, and so the same symbol.
-        """
-        self._depth += 1
-        carried, numbers = [*start], _numbered([run.formula for run in runs_of(start)])
-        while True:
-            symbols = [NO_FORMULA if n == NO_FORMULA else self.formulas.of("carried", self._depth, n) for n in numbers]
-            after, others = body(with_formulas(carried, symbols))
-            merged = [_merged(*pair) for pair in zip(carried, after, strict=True)]
-            joined = [value for value in merged if value is not None]
-            if len(joined) < len(merged):
-                self._depth -= 1
-                return None
-            # Zeros lie nowhere, and are one run. A round may turn them into a block, or into the runs of several, if
-            # leaves were joined. Then they are treated as such from the start.
-            if [*map(len, joined)] != [*map(len, carried)]:
-                carried, start = joined, [*map(Value.in_runs, start, joined)]
-                numbers = _numbered([run.formula for run in runs_of(start)])
-                continue
-            ends = [run.formula for run in runs_of(map(Value.in_runs, after, joined))]
-            # Two that had other numbers stay apart, even where this round makes them equal.
-            finer = _numbered([NO_FORMULA if NO_FORMULA in pair else pair for pair in zip(numbers, ends, strict=True)])
-            if finer == numbers and joined == carried:
-                break
-            carried, numbers = joined, finer
-        self._depth -= 1
-        begins = [run.formula for run in runs_of(start)]
-        rounds = {n: (begin, end) for n, begin, end in zip(numbers, begins, ends, strict=True) if n != NO_FORMULA}
-        return _Loop(start, carried, numbers, rounds, others)
-
-    def _after(self, found: _Loop, *key: Any, over: Sequence[int] = ()) -> tuple[int, list[Value]]:
-        """Returns the formula of a loop, and the carried values after all rounds."""
-        loop = self.formulas.of(*key, over=[*itertools.chain(*found.rounds.values()), *over])
-        of = {n: self.formulas.of("result", n, over=[loop]) for n in found.rounds} | {NO_FORMULA: NO_FORMULA}
-        return loop, with_formulas(found.carried, [of[n] for n in found.numbers])
+    def _mixed(self, eqn: Operation, key: tuple[Any, ...], several: Iterable[Sequence[Value]]) -> list[Value]:
+        """Returns one number for each result, from all the numbers that it may be, or comes from."""
+        several = list(several)
+        found = [each(hash, values, hashed(key)) for values in several]
+        unknown = self._whole(eqn, list(itertools.chain(*several))) if None in found else ()
+        return [unknown[i] if value is None else value for i, value in enumerate(found)]
 
 
-def _keeps_whole_numbers(eqn: JaxprEqn) -> bool:
-    """Returns whether an operation only turns integers into wider or narrower ones.
+def _row(n: int, value: Value, aval: Any) -> Value | None:
+    """Returns what a scan gives to one of its rounds."""
+    if value[0][1] is None:
+        return value
+    if sum(size for _, size in value if size) == aval.size:  # a memory: the axis ahead is not of the leaf
+        return tuple([(hashed("row", n, number), size) for number, size in value])
+    return of_size(hashed("row", n, value[0][0], aval.shape), aval.size) if len(value) == 1 else None
+
+
+# -- Operations that are computed --------------------------------------------------------------------------------------
+
+_WHOLE = {np.dtype(np.int32), np.dtype(np.int64)}  # counts here overflow in neither
+
+
+def _keeps_numbers(eqn: Operation) -> bool:
+    """Returns whether an operation only makes numbers wider or narrower.
 
     With 64 bits JAX indexes some arrays by int32 and others by int64, according to their rank.
     """
-    return _aval_of(eqn.invars[0]).dtype in _WHOLE and eqn.params["new_dtype"] in _WHOLE
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    return {old, new} <= _WHOLE or (jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating))
 
 
-def _numbered(keys: Sequence[Any]) -> list[int]:
-    """Numbers keys by their first places; values without a formula have no number."""
-    found = {NO_FORMULA: NO_FORMULA}
-    return [found.setdefault(key, len(found) - 1) for key in keys]
+def _power(exponent: int, numbers: Sequence[int]) -> int:
+    return pow(numbers[0], exponent, PRIME)
 
 
-def _merged(old: Value, new: Value) -> Value | None:
-    """Returns a value that is `old` at first and `new` later, in runs and places that hold both, or `None`."""
-    old, new = old.in_runs(new), new.in_runs(old)
-    if len(old) != len(new):
-        return None
-    pairs = [(before, after) for before, after in zip(old, new, strict=True) if before.place != after.place]
-    if any(None not in (before.place, after.place) for before, after in pairs):
-        return None
-    return Value(after if before.place is None else before for before, after in zip(old, new, strict=True))
+_COMPUTED: dict[str, Callable[[Any], int]] = {
+    "add": sum,
+    "add_any": sum,
+    "sub": lambda numbers: numbers[0] - numbers[1],
+    "neg": lambda numbers: -numbers[0],
+    "mul": math.prod,
+    "div": lambda numbers: numbers[0] * pow(numbers[1], PRIME - 2, PRIME),
+    "square": lambda numbers: numbers[0] ** 2,
+}
+# The operation on two numbers that each reduction repeats.
+_TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
 
 
-def _with_formula(value: Value, formula: int, size: int) -> Value:
-    """Returns an array of this size with another formula, in the block of a value if that is in one."""
-    is_block = len(value) == 1 and isinstance(value[0].place, int)
-    return with_formulas([value], [formula])[0] if is_block else Value.of_no_block(formula, size)
+def _product(eqn: Operation, its: list[Value]) -> list[Value | None]:
+    """Returns the inner product over all elements; `None` for a product of matrices."""
+    (left, right), batch = eqn.params["dimension_numbers"]
+    one, other = (atom.aval for atom in eqn.invars)
+    if any(batch) or tuple(left) != tuple(right) or len(left) < one.ndim or one.shape != other.shape:
+        return [None]
+    products = each(math.prod, its)
+    return [None if products is None else equal(_total(products, one.size))]
 
 
 # -- Operations of which it is known where each element lies -----------------------------------------------------------
 
 
-def _aval_of(atom: Var | Literal) -> Any:
-    """Returns the shape and dtype of an operand or a result, which abstract values do not declare to type checkers."""
-    return atom.aval
-
-
-def _reduced(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
-    """Reduces over all elements; `None` for a reduction over some axes."""
-    shape, axes, kind = _aval_of(eqn.invars[0]).shape, eqn.params["axes"], TOTALS[eqn.primitive.name]
-    if all(axis in axes or size == 1 for axis, size in enumerate(shape)):
-        return [blocks.over_all(kind, its[0], math.prod(shape))]
-    return its if not axes or (its[0].is_equal and kind != "add") else None
-
-
-def _product(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
-    """Returns the inner product over all elements; `None` for a product of matrices."""
-    (left, right), batch = eqn.params["dimension_numbers"]
-    one, other = map(_aval_of, eqn.invars)
-    if any(batch) or tuple(left) != tuple(right) or len(left) < one.ndim or one.shape != other.shape:
-        return None
-    products = blocks.each(("mul",), its)
-    return None if products is None else [blocks.over_all("add", products, one.size)]
-
-
-def _reshaped(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
+def _reshaped(eqn: Operation, its: list[Value]) -> list[Value | None]:
     """Keeps the elements, in their order."""
-    is_same = _aval_of(eqn.invars[0]).size == _aval_of(eqn.outvars[0]).size and eqn.params.get("dimensions") is None
-    return its[:1] if is_same or eqn.primitive.name == "squeeze" or its[0].is_equal else None
+    is_same = eqn.invars[0].aval.size == eqn.outvars[0].aval.size and eqn.params.get("dimensions") is None
+    return its[:1] if is_same or eqn.primitive.name == "squeeze" or its[0][0][1] is None else [None]
 
 
-def _concatenated(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
-    found: list[Run] = []
-    for atom, value in zip(eqn.invars, its, strict=True):
-        run, *others = value
-        if not (others or run.place is None or run.size == _aval_of(atom).size):
-            return None  # a memory of several steps
-        found += value if others else [run._replace(size=_aval_of(atom).size)]
-    if all(run.place is None and run.formula == found[0].formula for run in found):
-        return [Value.equal(found[0].formula)]
+def _concatenated(eqn: Operation, its: list[Value]) -> list[Value | None]:
+    sizes = [atom.aval.size for atom in eqn.invars]
     axis = eqn.params["axis" if eqn.primitive.name == "stack" else "dimension"]
-    return [Value(found)] if math.prod(_aval_of(eqn.outvars[0]).shape[:axis]) == 1 else None
+    if len({value for value in its if value[0][1] is None}) == len(set(its)) == 1:
+        return its[:1]
+    runs = [((own[0][0], size),) if own[0][1] is None else own for own, size in zip(its, sizes, strict=True)]
+    is_known = [sum(size for _, size in own) for own in runs] == sizes  # no memory of several steps
+    return [tuple(itertools.chain(*runs)) if is_known and not math.prod(eqn.outvars[0].aval.shape[:axis]) > 1 else None]
 
 
-def _sliced(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
-    shape, params = _aval_of(eqn.invars[0]).shape, eqn.params
-    axes = [axis for axis, size in enumerate(_aval_of(eqn.outvars[0]).shape) if size != shape[axis]] or [0]
+def _sliced(eqn: Operation, its: list[Value]) -> list[Value | None]:
+    shape, params = eqn.invars[0].aval.shape, eqn.params
+    axes = [axis for axis, size in enumerate(eqn.outvars[0].aval.shape) if size != shape[axis]] or [0]
     if len(axes) > 1 or any(each != 1 for each in params["strides"] or ()):
-        return its if its[0].is_equal else None
+        return its if its[0][0][1] is None else [None]
     return _pieces(its[0], shape, axes[0], [(params["start_indices"][axes[0]], params["limit_indices"][axes[0]])])
 
 
-def _split(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
+def _split(eqn: Operation, its: list[Value]) -> list[Value | None]:
     sizes = map(int, eqn.params.get("sizes", [1] * len(eqn.outvars)))  # an `unstack` has none
     spans = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-    return _pieces(its[0], _aval_of(eqn.invars[0]).shape, eqn.params["axis"], [*spans])
+    return _pieces(its[0], eqn.invars[0].aval.shape, eqn.params["axis"], [*spans])
 
 
-def _pieces(value: Value, shape: Sequence[int], axis: int, spans: Sequence[tuple[int, int]]) -> list[Value] | None:
+def _pieces(value: Value, shape: Sequence[int], axis: int, spans: Sequence[tuple[int, int]]) -> list[Value | None]:
     """Returns the elements from one place to another along an axis, for each span."""
+    if value[0][1] is None:
+        return [value] * len(spans)
     unit, is_first = math.prod(shape[axis + 1 :]), math.prod(shape[:axis]) == 1
-    found = [value.between(math.prod(shape), start * unit, end * unit) for start, end in spans]
-    return [each for each in found if each] if all(found) and (is_first or value.is_equal) else None
+    ends = [*itertools.accumulate([size or 0 for _, size in value], initial=0)]
+    found: list[Value | None] = []
+    for start, end in spans:
+        edges = {start * unit, end * unit}
+        its = [run for run, at in zip(value, ends, strict=False) if start * unit <= at < end * unit]
+        found.append(tuple(its) if is_first and its and edges <= {*ends} and ends[-1] == math.prod(shape) else None)
+    return found
 
 
-def _windowed(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
+def _windowed(eqn: Operation, its: list[Value]) -> list[Value | None]:
     """Reads or writes a window of axes ahead of the leaf's: one of the steps of a memory."""
-    name, shape, params = eqn.primitive.name, _aval_of(eqn.invars[0]).shape, eqn.params
-    if name == "dynamic_slice" and its[0].is_equal:
+    name, shape, params = eqn.primitive.name, eqn.invars[0].aval.shape, eqn.params
+    if name == "dynamic_slice" and its[0][0][1] is None:
         return its[:1]
+    is_one = True
     if name.startswith("scatter"):
-        numbers, window = params["dimension_numbers"], _aval_of(eqn.invars[2]).shape
+        numbers, window = params["dimension_numbers"], eqn.invars[2].aval.shape
         ahead = len(numbers.inserted_window_dims)
         axes = {tuple(numbers.inserted_window_dims), tuple(numbers.scatter_dims_to_operand_dims), tuple(range(ahead))}
-        is_one = len(axes) == 1 and _aval_of(eqn.invars[1]).shape == (ahead,) and window == shape[ahead:]
+        is_one = len(axes) == 1 and eqn.invars[1].aval.shape == (ahead,) and window == shape[ahead:]
         arrays, index, window = its[::2], its[1:2], (1,) * ahead + window
     else:
-        count, is_one = 1 if name == "dynamic_slice" else 2, True
-        window = params["slice_sizes"] if count == 1 else _aval_of(eqn.invars[1]).shape
+        count = 1 if name == "dynamic_slice" else 2
+        window = params["slice_sizes"] if count == 1 else eqn.invars[1].aval.shape
         ahead = next((n for n in range(len(shape), 0, -1) if window[n - 1] != shape[n - 1]), 0)
         arrays, index = its[:count], its[count : count + ahead]
-    placed = {run.place: run for run in runs_of(arrays) if run.place is not None}
-    run, *more = [*placed.values()] or runs_of(arrays)[:1]
-    is_known = is_one and isinstance(run.place, int) and math.prod(shape[ahead:]) % run.size == 0
-    is_single = all(len(value) == 1 for value in (*arrays, *index))
-    if more or not (is_known and is_single) or any(isinstance(each.place, int) for each in runs_of(index)):
-        return None
-    over = [each.formula for each in runs_of([*arrays, *index])]
-    formula = blocks.formulas.of(name, shape[:ahead], tuple(window[:ahead]), str(params.get("mode")), over=over)
-    return with_formulas([Value((run,))], [formula])
+    key = name, shape[:ahead], tuple(window[:ahead]), str(params.get("mode")), *index
+    found = each(hash, arrays, hashed(key))
+    is_leaf = found is not None and sum(size or 1 for _, size in found) == math.prod(shape[ahead:])
+    return [tuple([(number, size or 1) for number, size in found]) if found and is_one and is_leaf else None]
 
 
-# Each returns `None` if no formula of elements describes the result.
-_MOVES: dict[str, Callable[[Blocks, JaxprEqn, list[Value]], list[Value] | None]] = {
-    **dict.fromkeys(TOTALS, _reduced),
+# Each returns `None` in place of a result that is not known element by element.
+_MOVES: dict[str, Callable[[Operation, list[Value]], list[Value | None]]] = {
     "dot_general": _product,
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze"), _reshaped),
     **dict.fromkeys(("concatenate", "stack"), _concatenated),

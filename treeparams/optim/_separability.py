@@ -1,12 +1,14 @@
 """Checks whether a rule does the same to joined leaves - in a vector, in stacks - as to the leaves themselves.
 
-The check reads the rule's programs over two forms of one small layout, in which each element must have one formula
-(`_formulas`). A rule that calls a kernel or Python has none, and is refused. A rule may also select leaves by their
-names, which joined leaves do not have. So its programs are read over the model's own tree too, with leaves of one
-shape, and each leaf must have the formula that it has without a name.
+The check reads the rule's programs over the form and over the canonical tree, and each leaf must get the same number
+(`_reader`) in each of three steps. In the tree leaves have their shapes and names, which joined ones do not have. A
+rule that calls a kernel or Python for its updates gets no number, and is refused.
 """
 
+import dataclasses
 import functools
+import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,43 +22,17 @@ from jax.extend.core import JaxprEqn
 from .._forms.form import Form, stacks_in_groups, tree_of, vector_of
 from .._programs import Marks
 from .._slots.layout import Layout, index_of, trained_at
-from .._slots.parts import take_apart
-from .._tree.text import describe, in_short
-from .._tree.types import PyTree, is_complex
-from ._coupling import Extended, compared
-from ._formulas import NO_FORMULA, Formulas, Value, alike_p
-from ._reader import Reader
+from .._tree.text import in_short
+from .._tree.types import PyTree
+from ._coupling import Extended, alike_p, compared
+from ._reader import ROUNDS, Reader, Value, equal, hashed
 from ._scaled import Factors, told
 from ._state import History, of_run, settled, steady
 
-Kinds = frozenset[tuple[str, int, int]]
-"""Kinds of leaves: the group, or the empty text; the rank; and 1 for one such leaf, 2 for several."""
-
-ANY: Kinds = frozenset(("", rank, 1) for rank in range(4))
-"""The kinds for a form in which it does not matter which leaves there are."""
-
 Known = frozenset[Any]
-"""The kinds of leaves, and the paths, for which a rule is known to be right."""
+"""The leaves, by path and kind, of the models for which a rule is known to be right."""
 
-# Programs are read and not run, so axes may be long: rules factorise, or precondition, from some length on.
-_LONG = 4096
-_MANY = 32  # names; of more only some are looked at
-
-
-def kinds_of(form: Form) -> Kinds:
-    """Returns the kinds of leaves in stacks."""
-    counts: dict[tuple[str, int], int] = {}
-    for keys, block in zip(form.keys, form.blocks, strict=True):
-        kind = keys[0].key if len(keys) > 1 else "", block.rank
-        counts[kind] = counts.get(kind, 0) + len(block.shapes)
-    counts |= {(name, 0): 0 for name, group in _groups_of(form).items() if not group}
-    return frozenset((name, rank, min(count, 2)) for (name, rank), count in counts.items())
-
-
-def _groups_of(form: Form) -> dict[str, Any]:
-    """Returns the groups of stacks in a form, by name."""
-    tree = jtu.tree_unflatten(form.treedef, form.blocks)
-    return {name: own for name, own in tree.items() if isinstance(own, dict)} if form.is_stacks else {}
+_MANY = 32  # leaves; of more only some are looked at
 
 
 def check_form(
@@ -80,24 +56,57 @@ def check_form(
     Returns:
         The facts about it now.
     """
-    kinds = kinds_of(form) if form.is_stacks else ANY
-    seen = kinds.union(form.paths)
-    if seen <= known or all(block.length is None for block in form.blocks):
+    seen = frozenset((slot.path, slot.shape, slot.dtype) for slot in layout.slots)
+    if any(seen <= each for each in known) or all(block.length is None for block in form.blocks):
         return known
     name, instead = words
     try:
-        reason = "" if kinds <= known else _difference(rule, kinds, form.is_stacks, extra)
-        if not reason and _goes_by_name(rule, layout, form, extra):
-            reason = "uses the names of leaves, which joined leaves do not have"
+        reason = _difference(rule, layout, form, extra)
     except Exception as error:
         raise ValueError(
-            f"{name} traces the transformation over a few leaves, apart and joined, and it fails there "
+            f"{name} traces the transformation over the leaves, apart and joined, and it fails there "
             f"({in_short(error)}). {instead[0].upper()}{instead[1:]}; if it needs more arguments, give examples of "
             "them, trial={...}"
         ) from error
     if reason:
         raise ValueError(f"the transformation {reason}; {instead}")
-    return known | seen
+    return known | {seen}
+
+
+def _difference(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, Any]) -> str:
+    """Says how a rule differs over joined leaves; the empty text if it does not."""
+    few = few_alike(layout)
+    small = trained_at(layout, [index_of(layout).positions[slot] for slot in few])
+    tree, leaves = tree_of(small), [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in small.slots]
+    if form.is_stacks:
+        groups: dict[Any, list[int]] = {keys[0].key: [] for keys in form.keys if len(keys) > 1}
+        groups |= {name: [] for name, own in jtu.tree_unflatten(form.treedef, form.blocks).items() if own == {}}
+        numbers = {slot: i for i, slot in enumerate(few)}
+        for keys, slots in zip(form.keys, form.members, strict=True):
+            own = groups.setdefault(keys[0].key if len(keys) > 1 else None, [])
+            own += [numbers[slot] for slot in slots if slot in numbers]
+        joined = stacks_in_groups(small, {name: sorted(own) for name, own in groups.items()})
+        ways = [_Way(functools.partial(_shown, each), each.members) for each in (joined, tree)]
+    else:
+        # In one dtype: a vector has the widest one, and Optax makes the hyperparameters of complex leaves complex.
+        joined = vector_of(small)
+        joined = dataclasses.replace(joined, blocks=(dataclasses.replace(joined.blocks[0], dtype=_SINGLE),))
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, _SINGLE) for leaf in leaves]
+        ways = [_Way(each.join, each.members) for each in (joined, tree)]
+    readers = Reader(), Reader()
+    found = [_updates(reader, rule, way, leaves, extra) for reader, way in zip(readers, ways, strict=True)]
+    differs = [path for path, *both in zip(small.paths, *found, strict=True) if both[0] != both[1]]
+    opaque = sorted({name for reader in readers for name in reader.opaque})
+    if not differs:
+        return ""
+    if opaque:
+        return f"calls {', '.join(opaque)}, which may do something else to joined leaves"
+    return f"looks at the shapes of leaves, their axes or norms, or at their names: {differs[0]!r} gets another " + (
+        "update if it is joined with others"
+    )
+
+
+_SINGLE = np.dtype(np.float32)
 
 
 class _Way(NamedTuple):
@@ -107,136 +116,49 @@ class _Way(NamedTuple):
     slots: Sequence[Sequence[int]]  # the leaves in each array that it is shown
 
 
-def _difference(rule: Extended, kinds: Kinds, is_stacks: bool, extra: Mapping[str, Any]) -> str:
-    """Says how a rule differs over joined leaves; the empty text if it does not."""
-    shapes, ways = _few(kinds, is_stacks)
-    formulas, opaque = Formulas(), set[str]()
-    joined, apart = (_updates(formulas, opaque, rule, way, shapes, extra) for way in ways)
-    if NO_FORMULA in (*joined, *apart):
-        return f"calls {', '.join(sorted(opaque))}, which may do something else to joined leaves"
-    for leaf, one, two in zip(shapes, joined, apart, strict=True):
-        if one != two:
-            other = f"{describe(leaf)} gets another update if it is joined"
-            return f"looks at the shapes of leaves, their axes or norms: {other}"
-    return ""
+def _shown(form: Form, arrays: Sequence[Any]) -> PyTree:
+    return compared(form.treedef, form.keys, jtu.tree_leaves(form.join(arrays)))
 
 
-def _few(kinds: Kinds, is_stacks: bool) -> tuple[list[jax.ShapeDtypeStruct], list[_Way]]:
-    """Returns a few leaves, and the ways to show them joined and apart."""
-    leaves = _leaves(kinds)
-    shapes = [leaf for _, leaf in leaves]
-    groups: dict[Any, list[int]] = {group: [] for group, _, count in kinds if not count}
-    for i, (group, _) in enumerate(leaves):
-        groups.setdefault(group or None, []).append(i)
-    layout = take_apart(shapes, None).layout
-    form = stacks_in_groups(layout, groups) if is_stacks else vector_of(layout)
-
-    if not is_stacks:
-        return shapes, [_Way(form.join, form.members), _Way(list, [[i] for i in range(len(shapes))])]
-    join = lambda arrays: compared(form.treedef, form.keys, jtu.tree_leaves(form.join(arrays)))
-    return shapes, [_Way(join, form.members), _nameless(shapes, groups)]
-
-
-def _leaves(kinds: Kinds) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    """Returns leaves of some kinds, each with its group, in the order in which stacks lie in their dictionary.
-
-    Each group that has leaves contains a vector and matrices, since the stack of a scalar is a vector, and so on.
-    """
-    known = {kind[:2] for kind in kinds}
-    added = [(group, rank, 1) for group in {group for group, _, count in kinds if count} for rank in (1, 2)]
-    of_rank = {0: [()], 1: [(3,)], 2: [(2, 3), (_LONG, _LONG)], 3: [(2, 3, 4), (2, _LONG, _LONG)]}
-    found = [
-        (group, jax.ShapeDtypeStruct(shape, np.float32))
-        for group, rank, count in (*kinds, *(kind for kind in added if kind[:2] not in known))
-        for shape in of_rank.get(rank, [(2,) * (rank - 1) + (3,)])
-        for _ in range(count)
-    ]
-    return sorted(found, key=lambda each: (each[0], describe(each[1])))
-
-
-def _nameless(leaves: Sequence[Any], groups: Mapping[Any, Sequence[int]]) -> _Way:
-    """Returns the way to show leaves of groups apart, without names; the only group `None` means no groups."""
-    tree = {name: {f"{i:04} {describe(leaves[i])}": i for i in slots} for name, slots in groups.items()}
-    pairs, treedef = jtu.tree_flatten_with_path(tree.get(None, tree))
-    keys, order = [path for path, _ in pairs], [i for _, i in pairs]
-    return _Way(lambda arrays: compared(treedef, keys, [arrays[i] for i in order]), [[i] for i in order])
-
-
-# -- Names -------------------------------------------------------------------------------------------------------------
-
-
-def _goes_by_name(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, Any]) -> bool:
-    """Returns whether a leaf gets another update at its path in the model than without a name."""
-    few = few_names(layout.paths)
-    tree = tree_of(trained_at(layout, [index_of(layout).positions[slot] for slot in few]))
-    # Optax makes the hyperparameters of complex leaves complex.
-    leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, np.float32 if is_complex(leaf.dtype) else leaf.dtype)
-        for leaf in jtu.tree_leaves(tree.shapes())
-    ]
-    apart = [[i] for i in range(len(few))]
-    named, nameless = _Way(tree.join, apart), _Way(list, apart)
-    if form.is_stacks:
-        places = zip(form.keys, form.members, strict=True)
-        group_of = {slot: keys[0].key if len(keys) > 1 else None for keys, own in places for slot in own}
-        groups: dict[Any, list[int]] = {name: [] for name in _groups_of(form)}
-        for i, slot in enumerate(few):
-            groups.setdefault(group_of[slot], []).append(i)
-        named, nameless = _Way(functools.partial(compared, tree.treedef, tree.keys), apart), _nameless(leaves, groups)
-    if _step_in_words(rule, named, leaves, extra) == _step_in_words(rule, nameless, leaves, extra):
-        return False
-    formulas, opaque = Formulas(), set[str]()  # the programs may differ in what makes no difference
-    one, other = (_updates(formulas, opaque, rule, way, leaves, extra) for way in (named, nameless))
-    return one != other
-
-
-def _step_in_words(rule: Extended, way: _Way, leaves: Sequence[Any], extra: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """Returns the program of the first step, from leaf to leaf, and which arrays it closes over."""
-
-    def step(leaves: Sequence[Any], grads: Sequence[Any], value: Any) -> PyTree:
-        params = way.show(leaves)
-        updates, state = _step(rule, extra, way.show(grads), settled(rule.init(params)), params, value)
-        found = dict(zip([slot for (slot,) in way.slots], jtu.tree_leaves(updates), strict=True))
-        return [found[slot] for slot in sorted(found)], state
-
-    program, _ = _program(step, leaves, leaves, np.float32(0))
-    return str(program.jaxpr), list(map(id, program.consts))
-
-
-def few_names(paths: Sequence[str]) -> list[int]:
-    """Returns the leaves whose names are looked at: of many, the first and the last that differ only in numbers."""
-    if len(paths) <= _MANY:
-        return [*range(len(paths))]
-    alike: dict[str, list[int]] = {}
-    for slot, path in enumerate(paths):
-        alike.setdefault(re.sub("[0-9]+", "0", path), []).append(slot)
-    return sorted({slot for slots in alike.values() for slot in (slots[0], slots[-1])})
+def few_alike(layout: Layout) -> list[int]:
+    """Returns the leaves that are looked at: of many, two of each kind whose names differ only in numbers."""
+    if len(layout.slots) <= _MANY:
+        return [*range(len(layout.slots))]
+    alike: dict[Any, list[int]] = {}
+    for i, slot in enumerate(layout.slots):
+        alike.setdefault((re.sub("[0-9]+", "0", slot.path), slot.shape, slot.dtype), []).append(i)
+    return sorted({i for slots in alike.values() for i in (slots[0], slots[-1])})
 
 
 # -- Read --------------------------------------------------------------------------------------------------------------
 
 
 def _updates(
-    formulas: Formulas,
-    opaque: set[str],
-    rule: Extended,
-    way: _Way,
-    shapes: Sequence[jax.ShapeDtypeStruct],
-    extra: Mapping[str, Any],
+    reader: Reader, rule: Extended, way: _Way, shapes: Sequence[jax.ShapeDtypeStruct], extra: Mapping[str, Any]
 ) -> list[Any]:
-    """Returns a mark for the update of each leaf, equal if the updates are the same; adds to the opaque operations."""
-    like, blocks = _program(way.show, shapes)[1], range(len(way.slots))
-    reader = Reader(formulas, way.slots, [leaf.size for leaf in jtu.tree_leaves(like)])
+    """Returns the numbers of each leaf's updates in some steps."""
+    like = _program(way.show, shapes)[1]
     init, state = _program(lambda params: settled(rule.init(params)), like)
     update, _ = _program(functools.partial(_step, rule, extra), like, state, like, np.float32(0))
-    grads, params, start = ([reader.argument(name, i) for i in blocks] for name in ("gradient", "parameter", "start"))
-    found = reader.training(reader.run(init, start), functools.partial(_one_update, reader, update, grads, params))
-    opaque |= reader.opaque
-    if found is None:
-        return [object()] * len(shapes)
-    rounds, updates = found
-    of_slot = {slot: _mark(rounds, updates[i], i) for i in blocks for slot in way.slots[i]}
-    return [of_slot[slot] for slot in range(len(shapes))]
+    sizes = [math.prod(leaf.shape) for leaf in shapes]
+
+    def argument(*key: Any) -> list[Value]:
+        return [
+            tuple([(hashed(*key, slot), None if len(slots) == sizes[slot] == 1 else sizes[slot]) for slot in slots])
+            for slots in way.slots
+        ]
+
+    found: list[Any] = [[] for _ in shapes]
+    kept = reader.run(init, argument("start"))
+    for n in range(ROUNDS):
+        args = *argument("gradient", n), *kept, *argument("parameter", n), equal(hashed("value", n))
+        ends = reader.run(update, args)
+        updates, kept = ends[: len(way.slots)], ends[len(way.slots) :]
+        for slots, runs in zip(way.slots, updates, strict=True):
+            runs = runs * len(slots) if runs[0][1] is None else runs
+            for slot, number in itertools.zip_longest(slots, [number for number, _ in runs]):
+                found[slots[-1] if slot is None else slot].append(number)
+    return found
 
 
 def _program(f: Callable[..., PyTree], *args: PyTree) -> tuple[Any, PyTree]:
@@ -254,21 +176,6 @@ def _program(f: Callable[..., PyTree], *args: PyTree) -> tuple[Any, PyTree]:
     return program, jtu.tree_unflatten(treedefs[-1], made)
 
 
-def _one_update(
-    reader: Reader, update: Any, grads: Sequence[Value], params: Sequence[Value], carried: Sequence[Value]
-) -> tuple[Sequence[Value], Sequence[Value]]:
-    """Returns the next state, and the updates."""
-    found = reader.run(update, [*grads, *carried, *params, reader.argument("value")])
-    return found[len(grads) :], found[: len(grads)]
-
-
-def _mark(rounds: Any, update: Value, block: int) -> Any:
-    """Returns the mark of a block's update: the operations on its elements, and the elements of others."""
-    if update[0].formula == NO_FORMULA:
-        return NO_FORMULA
-    return rounds, [(run.formula, None if run.place in (None, block) else (run.place, run.size)) for run in update]
-
-
 def _step(
     rule: Extended, extra: Mapping[str, Any], grads: PyTree, state: PyTree, params: PyTree, value: Any
 ) -> tuple[PyTree, PyTree]:
@@ -282,7 +189,7 @@ def _step(
 def _of_each_element(params: PyTree, given: Factors) -> PyTree:
     """Returns factors that are known only to be those of each element, whatever their numbers are."""
     numbers, wheres = list(map(jnp.asarray, given.values())), str([*map(id, given)])
-    return jax.tree.map(lambda leaf: alike_p.bind(leaf, *numbers, program=wheres), params)
+    return jax.tree.map(lambda leaf: alike_p.bind(jnp.real(leaf), *numbers, program=wheres), params)
 
 
 def _loss(params: PyTree, *_: Any, **__: Any) -> Any:

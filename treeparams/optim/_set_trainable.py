@@ -18,10 +18,9 @@ from .._slots.index import first_entries
 from .._slots.layout import Layout, Trainable, index_of, retrained, trained_at
 from .._slots.parts import Parts, take_apart
 from .._slots.where import Leaves, Where
-from .._tree.dtypes import common_dtype
 from .._tree.structure import is_array
 from .._tree.text import describe
-from .._tree.types import PyTree
+from .._tree.types import PyTree, common_dtype
 from ._boundary import counting, taken_apart
 from ._groups import group_name, groups_in
 from ._per_leaf import PerLeafState
@@ -162,6 +161,7 @@ def _changed(
     check_no_memory(histories)
     now = frozenset(parts.index.positions)
     stays = known - anew
+    rule.check(parts.layout)
     begun = [_begun(rule, take_apart(model, trained_at(parts.layout, list(now - stays))))] if now - stays else []
     shared = _of_run(rule, histories, begun)
     pairs = [(handed_on(history, shared), stays) for history in histories]
@@ -185,27 +185,21 @@ def _at(
     rule: Any, layout: Layout, pairs: Sequence[tuple[History, frozenset[int]]], side: frozenset[int]
 ) -> list[History]:
     """Returns the histories of the leaves on one side, those as one that share all that leaves of a history share."""
-    found: list[tuple[list[History], list[int]]] = []
+    found: dict[Any, tuple[list[History], list[int]]] = {}
     for history, stays in pairs:
         inside = [p for p in index_of(history.layout).positions if p in side and p in stays]
-        same = [each for each in found if inside and _are_one(each[0][0], history)]
-        if same:
-            same[0][0].append(history)
-            same[0][1].extend(inside)
-        elif inside:
-            found.append(([history], inside))
-    result = []
-    for several, inside in found:
-        like = rule.like(trained_at(layout, inside))
-        result.append(dataclasses.replace(like, state=regrouped(several, like), count=several[0].count))
-    return result
+        if inside:
+            several, its = found.setdefault(_clock(history), ([], []))
+            several.append(history)
+            its += inside
+    made = [(rule.like(trained_at(layout, its)), several) for several, its in found.values()]
+    return [dataclasses.replace(like, state=regrouped(own, like), count=own[0].count) for like, own in made]
 
 
-def _are_one(one: History, other: History) -> bool:
-    """Returns whether two histories have the same count, and the same arrays that are no leaf's."""
-    kept, others = ({entries: each.copies.shared(entries) for entries in each.copies.common} for each in (one, other))
-    pairs = [(one.count, other.count), *((kept[entries], others.get(entries)) for entries in kept)]
-    return kept.keys() == others.keys() and all(a is b or _bits(a) == _bits(b) for a, b in pairs)
+def _clock(history: History) -> frozenset[Any]:
+    """Returns the count of a history, and its arrays that are no leaf's: equal for histories that go on as one."""
+    arrays = history.copies.arrays
+    return frozenset([("", _bits(history.count)), *[(own, _bits(arrays[own])) for own in history.copies.common]])
 
 
 def _bits(array: Any) -> tuple[Any, ...]:
@@ -226,6 +220,8 @@ def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History
 
 def _of_run(rule: Any, histories: Sequence[History], begun: Sequence[History]) -> dict[Entries, Any]:
     """Returns the arrays of the run, as wide as all that trains needs them."""
+    if not histories:
+        return {}
     first = histories[0]
     kept, shared = first.copies.arrays, of_run([*histories, *begun])
     found = {entries: kept[entries] for entries in shared if entries in kept}

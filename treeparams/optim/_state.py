@@ -443,11 +443,14 @@ def of_run(histories: Sequence[History]) -> frozenset[Entries]:
     """
     owned = [owners for each in histories for owners in each.division.owners if owners is not None]
     nodes = {owners.place[0][:-1] for owners in owned}
-    return frozenset(entries for each in histories for entries in each.copies.common if entries[:-1] not in nodes)
+    shared = frozenset[Entries]().union(*[each.copies.common for each in histories])
+    return frozenset([entries for entries in shared if entries[:-1] not in nodes])
 
 
 def handed_on(history: History, arrays: Mapping[Entries, Any]) -> History:
     """Returns a history with these arrays in place of its own."""
+    if not arrays:
+        return history
     leaves = [arrays.get(entries, leaf) for entries, leaf in history.copies.arrays.items()]
     return dataclasses.replace(history, state=jtu.tree_unflatten(jtu.tree_structure(history.state), leaves))
 

@@ -32,7 +32,7 @@ from ._groups import GroupsState, check_groups, groups_in
 from ._master import MasterState
 from ._per_leaf import check_rows
 from ._scaled import ScaledState, check_names, spread, told
-from ._separability import Known, check_form, couples_late, few_names
+from ._separability import Known, check_form, couples_late, few_alike
 from ._state import (
     ONE,
     History,
@@ -109,13 +109,12 @@ def trainable(
       leaf's shape or norm inside `optim.per_leaf`**: to Muon a stack of biases would be a matrix. `tx` may contain
       `optim.groups`; each group has separate stacks.
 
-    Over a vector or stacks, an optimiser that would not do the same as leaf by leaf raises a `ValueError` at the first
-    `init`: one that looks at shapes (adafactor, lamb, muon, masks by shape, in stacks outside of `optim.per_leaf`) or
-    at names (masks by path; of more than 32 leaves, those whose names differ only in a number count as one). `init`
-    reads the programs of `tx` over a few leaves with up to three axes, of up to 4096 by 4096 elements, apart and
-    joined, and over the model's own names, in 20 to 500 ms. So the numbers do not matter, nor whether they are traced.
-    **Kernels and callbacks show no program**: an optimiser that calls one, for more than something beside its updates,
-    is refused by its name.
+    Over a vector or stacks, an optimiser that would not do the same as leaf by leaf raises a `ValueError` at `init`:
+    one that looks at shapes (adafactor, lamb, muon, masks by shape, in stacks outside of `optim.per_leaf`) or at names
+    (masks by path). `init` reads the programs of `tx` over the leaves of the model, apart and joined, in 5 to 500 ms;
+    of more than 32 leaves, those of one shape whose names differ only in a number count as two. So the numbers do not
+    matter, nor whether they are traced. **Kernels and callbacks show no program**: an optimiser that calls one, for
+    more than something beside its updates, is refused by its name.
 
     **`None` is not zero.** A leaf without a gradient takes no step in this call and its moments stay as they are;
     optimisers that couple leaves (a global norm, a line search) run over the leaves that have one. All leaves of one
@@ -293,17 +292,23 @@ class Rule:
         if not positions:
             warn_of_nothing(parts.index)
             return TrainableState((), (), (), Roles(parts.layout, (), (), ()))
+        self.check(parts.layout)
         run = self.fresh(parts)
         check_names(run, parts.index)
         roles = Roles(parts.layout, (positions,), (), (self.like(parts.layout, run).division,))
         state = counting(TrainableState((run,), (), (jnp.zeros((), jnp.int32),), roles))
         return in_own_buffers(state, [*parts.slots, *kept_arrays(parts.rest).values()])
 
+    def check(self, layout: Layout) -> None:
+        """Checks that the inner rule is right over the form of these parameters."""
+        if self.form == "tree":
+            return
+        words = f'form="{self.form}"', INSTEAD.get(str(self.form), INSTEAD["vector"])
+        self._right_for = check_form(self.tx, layout, self.form_of(layout), words, self._trial, self._right_for)
+
     def fresh(self, parts: Parts[Any]) -> PyTree:
         """Returns a fresh state of the inner rule."""
         form = self.form_of(parts.layout)
-        words = f'form="{self.form}"', INSTEAD.get(str(self.form), INSTEAD["vector"])
-        self._right_for = check_form(self.tx, parts.layout, form, words, self._trial, self._right_for)
         run = self.tx.init(form.holding(parts.slots))
         check_run(run, parts)
         check_rows(run, form)
@@ -349,7 +354,7 @@ class Rule:
 
     def _couples_late(self, layout: Layout) -> bool:
         positions = index_of(layout).positions
-        layout = trained_at(layout, [positions[slot] for slot in few_names(layout.paths)])
+        layout = trained_at(layout, [positions[slot] for slot in few_alike(layout)])
         form = tree_of(layout)
         if self.form == "stacks":
             form = stacks_in_groups(layout, self._groups_of(layout) or {None: range(len(layout.slots))}, is_apart=True)
