@@ -20,7 +20,7 @@ from .._tree.recognise import structure_of
 from .._tree.structure import flatten, is_array
 from .._tree.types import PyTree
 from ._master import MasterState, copies_in
-from ._state import ONE, TrainableState, nodes_of, rates_in
+from ._state import ONE, TrainableState, free_rates, map_injected, nodes_of
 from ._step import added
 
 # By their states.
@@ -50,8 +50,9 @@ def check_run(run: PyTree, parts: Parts[Any]) -> None:
             raise ValueError(f"{why}: run it over tp.partition(model)[0] by hand")
     if nodes_of(MasterState, run):
         jax.tree.map(_check_chain, run, is_leaf=_is_chain)
-    is_complex = any(jnp.iscomplexobj(rate) for rates in rates_in(run) for rate in rates.values())
-    if is_complex and len(parts.index.complex_slots) < len(parts.slots):
+    rates = list[Any]()
+    map_injected(lambda _, node: rates.extend(free_rates(node).values()) or node, run)
+    if any(map(jnp.iscomplexobj, rates)) and len(parts.index.complex_slots) < len(parts.slots):
         raise ValueError(
             "because of complex leaves, optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
             "write inject_hyperparams(..., hyperparam_dtype=jnp.float32)"

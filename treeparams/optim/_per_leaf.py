@@ -269,18 +269,18 @@ def _check_alone(rule: Extended, row: jax.ShapeDtypeStruct) -> None:
             f"{_fails('init', error)}. If it has masks or labels, give them as functions, "
             "mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params), since a tree does not fit one array"
         ) from error
-    if nodes_of(TrainableState, state):
-        raise ValueError(ONE)
-    if nodes_of(GroupsState, state):
-        raise ValueError(
-            "optim.groups selects by path, and inside optim.per_leaf no leaf has one; write "
-            "optim.groups({'layers.0': optim.per_leaf(...)}, default=...)"
-        )
-    if nodes_of(ScaledState, state):
-        raise ValueError(
-            "optim.scaled selects by path, and inside optim.per_leaf no leaf has one; write "
-            "optax.chain(optim.per_leaf(...), optim.scaled(...))"
-        )
+    for kind, words in _BY_PATH.items():
+        if nodes_of(kind, state):
+            raise ValueError(words)
+
+
+_BY_PATH = {
+    TrainableState: ONE,
+    GroupsState: "optim.groups selects by path, and inside optim.per_leaf no leaf has one; write "
+    "optim.groups({'layers.0': optim.per_leaf(...)}, default=...)",
+    ScaledState: "optim.scaled selects by path, and inside optim.per_leaf no leaf has one; write "
+    "optax.chain(optim.per_leaf(...), optim.scaled(...))",
+}
 
 
 def _fails(what: str, error: Exception) -> str:

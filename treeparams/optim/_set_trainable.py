@@ -31,7 +31,6 @@ from ._state import (
     check_no_memory,
     check_state,
     free_rates,
-    handed_on,
     in_own_buffers,
     map_injected,
     nodes_of,
@@ -164,8 +163,8 @@ def _changed(
     rule.check(parts.layout)
     begun = [_begun(rule, take_apart(model, trained_at(parts.layout, list(now - stays))))] if now - stays else []
     shared = _of_run(rule, histories, begun)
-    pairs = [(handed_on(history, shared), stays) for history in histories]
-    pairs += [(_as_set(rule, handed_on(history, shared), histories), now - stays) for history in begun]
+    pairs = [(history.holding(shared), stays) for history in histories]
+    pairs += [(_as_set(rule, history.holding(shared), histories), now - stays) for history in begun]
     running, held = _at(rule, parts.layout, pairs, now), _at(rule, parts.layout, pairs, known - now)
     if len(running) > 1:
         rule.check_together(parts.layout)
@@ -252,14 +251,8 @@ def _as_set(rule: Any, fresh: History, histories: Sequence[History]) -> History:
                 known = changed.setdefault(rate, array)
                 changed[rate] = array if array.dtype.itemsize > known.dtype.itemsize else known
     arrays = fresh.copies.arrays
-    return handed_on(
-        fresh,
-        {
-            entries: jnp.full_like(arrays[entries], jnp.ravel(changed[rate])[0])
-            for entries, rate in rates.items()
-            if rate in changed
-        },
-    )
+    known = {entries: jnp.ravel(changed[rate])[0] for entries, rate in rates.items() if rate in changed}
+    return fresh.holding({entries: jnp.full_like(arrays[entries], rate) for entries, rate in known.items()})
 
 
 def _rate_of_rows(entries: Entries, owners: Any) -> Place | None:

@@ -10,7 +10,6 @@ import functools
 import itertools
 import operator
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -142,16 +141,17 @@ class TrainableState:
         >>> tx.init({"a": jnp.ones(2)}).hyperparams["learning_rate"]
         Array(0.1, dtype=float32)
 
-        To change them, write `optim.adjust`. If several train, or several nodes have one name, as in groups, read
-        `state.runs`, or `optax.tree.get(state.runs[0], "learning_rate")`.
+        To change them, write `optim.adjust`. All histories share them. Inside `optim.per_leaf` each row has its own: if
+        several histories train there, or several nodes have one name, as in groups, read `state.runs`, or
+        `optax.tree.get(state.runs[0], "learning_rate")`.
         """
-        if len(self.runs) > 1:
+        found: dict[str, Any] = {}
+        nodes: list[Any] = []
+        map_injected(lambda _, node: nodes.append(node.hyperparams) or node, self.runs[:1])
+        if len(self.runs) > 1 and "hyperparams" in self.roles.divisions[0].names:
             paths = index_of(self.layout).structure.paths
             words = "; ".join(first_few([paths[leaf] for leaf in leaves]) for leaves in self.roles.running)
             raise ValueError(f"several histories train, each with its hyperparameters in state.runs: {words}")
-        found: dict[str, Any] = {}
-        nodes: list[Any] = []
-        map_injected(lambda _, node: nodes.append(node.hyperparams) or node, self.runs)
         for each in nodes:
             if found.keys() & each.keys():
                 raise ValueError(f"several nodes have {sorted(found.keys() & each.keys())}; read them in state.runs[0]")
@@ -319,13 +319,6 @@ def _is_injected(node: object) -> bool:
     return {"hyperparams", "inner_state"} <= set(getattr(node, "_fields", ()))
 
 
-def rates_in(state: PyTree) -> list[dict[str, Any]]:
-    """Returns the hyperparameters of each such node that no schedule sets."""
-    found: list[dict[str, Any]] = []
-    map_injected(lambda _, node: found.append(free_rates(node)) or node, state)
-    return found
-
-
 def free_rates(node: Any) -> dict[str, Any]:
     """Returns the hyperparameters of one such node that no schedule sets."""
     scheduled = getattr(node, "hyperparams_states", {})
@@ -393,17 +386,12 @@ class History:
         shapes = {slot.path: slot.shape for slot in self.layout.slots}
         return Copies(shapes, entries_of(self.state), self.division)
 
-
-def remembered(rule: Any, layout: Layout, name: str, make: Callable[[], T]) -> T:
-    """Returns the value that a rule has computed for a layout, kept as long as both live."""
-    index = index_of(layout)
-    # With the structure, and not with the rule, which may live longer: models may hold functions, and these arrays.
-    # Layouts that are equal share it, such as those before a parameter froze and after it thawed.
-    rules = index.structure.remember(("of rules", index.trained, index.ties), weakref.WeakKeyDictionary)
-    known = rules.setdefault(rule, {})
-    if name not in known:
-        known[name] = make()
-    return known[name]
+    def holding(self, arrays: Mapping[Entries, Any]) -> "History":
+        """Returns the history with these arrays in place of its own."""
+        if not arrays:
+            return self
+        leaves = [arrays.get(entries, leaf) for entries, leaf in self.copies.arrays.items()]
+        return dataclasses.replace(self, state=jtu.tree_unflatten(jtu.tree_structure(self.state), leaves))
 
 
 def asked(init: Init, form: Form, made: PyTree = None) -> tuple[PyTree, Division]:
@@ -445,14 +433,6 @@ def of_run(histories: Sequence[History]) -> frozenset[Entries]:
     nodes = {owners.place[0][:-1] for owners in owned}
     shared = frozenset[Entries]().union(*[each.copies.common for each in histories])
     return frozenset([entries for entries in shared if entries[:-1] not in nodes])
-
-
-def handed_on(history: History, arrays: Mapping[Entries, Any]) -> History:
-    """Returns a history with these arrays in place of its own."""
-    if not arrays:
-        return history
-    leaves = [arrays.get(entries, leaf) for entries, leaf in history.copies.arrays.items()]
-    return dataclasses.replace(history, state=jtu.tree_unflatten(jtu.tree_structure(history.state), leaves))
 
 
 def check_no_memory(histories: Sequence[History]) -> None:

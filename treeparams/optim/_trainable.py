@@ -7,6 +7,7 @@ state holds copies of that form (see `_forms.states`), divided once, when the st
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -42,13 +43,11 @@ from ._state import (
     TrainableState,
     asked,
     extended,
-    handed_on,
     in_own_buffers,
     nodes_of,
     noticed,
     of_run,
     regrouped,
-    remembered,
     settled,
     steady,
 )
@@ -232,7 +231,18 @@ class Rule:
         if callable(self.form):
             return self.form(layout)
         make = self._vector_of if self.form == "vector" else self._stacks_of
-        return remembered(self, layout, "form", functools.partial(make, layout))
+        return self._remembered(layout, "form", functools.partial(make, layout))
+
+    def _remembered(self, layout: Layout, name: str, make: Callable[[], Any]) -> Any:
+        """Returns the value that the rule has computed for a layout, kept as long as both live."""
+        index = index_of(layout)
+        # With the structure, and not with the rule, which may live longer: models may hold functions, and these arrays.
+        # Layouts that are equal share it, such as those before a parameter froze and after it thawed.
+        rules = index.structure.remember(("of rules", index.trained, index.ties), weakref.WeakKeyDictionary)
+        known = rules.setdefault(self, {})
+        if name not in known:
+            known[name] = make()
+        return known[name]
 
     def _vector_of(self, layout: Layout) -> Form:
         # One vector of several dtypes has the widest of them, which would hide narrow parameters from `optim.master`.
@@ -317,7 +327,7 @@ class Rule:
     def like(self, layout: Layout, made: PyTree = None) -> History:
         """Returns a fresh history of some parameters, as shapes; `made` is a fresh state that exists already."""
         ask = lambda: asked(self.tx.init, self.form_of(layout), made)
-        return History(layout, *remembered(self, layout, "state", ask), begin=functools.partial(self.begun, layout))
+        return History(layout, *self._remembered(layout, "state", ask), begin=functools.partial(self.begun, layout))
 
     def begun(self, layout: Layout) -> PyTree:
         """Returns a fresh state for some parameters, made from zeros."""
@@ -344,7 +354,7 @@ class Rule:
 
     def check_together(self, layout: Layout) -> None:
         """Refuses several histories of a rule that couples parameters after it has used their step counts."""
-        if remembered(self, layout, "couples late", functools.partial(self._couples_late, layout)):
+        if self._remembered(layout, "couples late", functools.partial(self._couples_late, layout)):
             raise ValueError(
                 "parameters have taken different numbers of steps, and the transformation computes something of all of "
                 "them, such as a norm, from what it has made of each with its own count. Put that first in the chain, "
@@ -419,7 +429,7 @@ class Rule:
             if not shared and len(histories) > 1:  # the same in all histories, and those without a gradient follow
                 arrays, its = after[number].copies.arrays, of_run(histories)
                 shared = {entries: array for entries, array in arrays.items() if entries in its}
-        return steps, tuple([handed_on(each, shared).state for each in after]), tuple(counts)
+        return steps, tuple([each.holding(shared).state for each in after]), tuple(counts)
 
     def _of_several(
         self, sight: Sight, update: Callable[[PyTree], Any], histories: Sequence[History]
