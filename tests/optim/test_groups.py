@@ -58,10 +58,7 @@ def test_equals_optax_partition_wherever_it_stands():
     @jax.jit
     def run(model):
         results = []
-        for tx in (
-            *map(optim.trainable, (plain, *around)),
-            *map(STACKS, around),
-        ):
+        for tx in (*map(optim.trainable, (plain, *around)), *map(STACKS, around)):
             _, state = tx.update(tp.copy(model), tx.init(model), model)
             results.append(tx.update(tp.copy(model), state, model)[0])
         return results

@@ -209,10 +209,7 @@ three, five, seven = (np.full(2, x, np.float32) for x in (3.0, 5.0, 7.0))
 @forms
 def test_a_tie_stays_one_array_and_gets_the_sum(form):
     t, copy, other = (jnp.array([1.0, 2.0]) for _ in range(3))
-    model, tx = (
-        {"t": [t, (t,)], "copy": [copy, other]},
-        made(form, BY_LEAF if form is STACKS else MOMENTUM),
-    )
+    model, tx = ({"t": [t, (t,)], "copy": [copy, other]}, made(form, BY_LEAF if form is STACKS else MOMENTUM))
     cases = [(three, 10 + seven), (three, None), (None, five + 2)]
     grads = [{"t": [first, (second,)], "copy": [None, five]} for first, second in cases]
     state = tx.init(model)

@@ -22,10 +22,7 @@ CASES = {
     "vector": (VECTOR, DECAYED),
     "stacks": (STACKS, DECAYED),
     "groups": (optim.trainable, optim.groups({"head": DECAYED}, default=INJECTED)),
-    "stacks in groups": (
-        STACKS,
-        optim.groups({"body": optim.per_leaf(DECAYED)}, default=INJECTED),
-    ),
+    "stacks in groups": (STACKS, optim.groups({"body": optim.per_leaf(DECAYED)}, default=INJECTED)),
     "injected rows": (STACKS, optim.per_leaf(INJECTED)),
 }
 

@@ -15,10 +15,7 @@ from ..zoo import STACKS, VECTOR, enable_x64
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 MODEL = {"a": [jnp.ones((3, 4)), jnp.full((3, 4), 9.0)], "bias": [jnp.ones(4), jnp.full(4, 9.0)], "c": jnp.ones(())}
-FORMS = {
-    "flat": VECTOR,
-    "stacked": STACKS,
-}
+FORMS = {"flat": VECTOR, "stacked": STACKS}
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 SHAPES = "looks at the shapes of leaves, their axes or norms, or at their names: '.*' gets another update"
 

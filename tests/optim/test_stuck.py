@@ -19,11 +19,7 @@ from ..zoo import VECTOR, assert_same
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 LOW, HALF = jnp.bfloat16, jnp.float16
 SLOW = optax.adam(1e-4)  # below half the spacing at 1
-FORMS = [
-    optim.trainable,
-    VECTOR,
-    lambda tx: optim.trainable(optim.per_leaf(tx), form="stacks"),
-]
+FORMS = [optim.trainable, VECTOR, lambda tx: optim.trainable(optim.per_leaf(tx), form="stacks")]
 
 
 def _model():

@@ -221,10 +221,7 @@ def _like(treedef: Any, tree: PyTree) -> list[Any]:
 
 
 def _check(
-    rule: Extended,
-    known: set[Any],
-    each: Iterable[jax.ShapeDtypeStruct],
-    extra: dict[str, Any] | None = None,
+    rule: Extended, known: set[Any], each: Iterable[jax.ShapeDtypeStruct], extra: dict[str, Any] | None = None
 ) -> bool:
     """Checks that a rule treats such rows one by one, unless that is known already.
 
