@@ -36,13 +36,6 @@ def test_one_transformation_over_models():
             optim.trainable(within).init(model)
 
 
-def test_two_in_a_chain_are_refused_by_a_step():
-    model, one = {"w": jnp.zeros(2, jnp.complex64)}, optim.trainable(optax.sgd(0.1))
-    apart = optax.chain(one, optax.scale(1.0), one)
-    with pytest.raises(ValueError, match=r"the state is of 2 transformations over models; .*write one"):
-        optim.step(apart, tp.copy(model), apart.init(model), model)
-
-
 def test_updates_may_be_gradients():
     # An outer optimiser over the steps of an inner one; nothing is tied, nothing complex.
     model, tx = two(), optim.trainable(optax.sgd(0.5))
@@ -158,24 +151,15 @@ def test_errors_of_update(without_type_checks):
     model, tx = {"w": jnp.ones(2), "b": jnp.ones(1)}, optim.trainable(optax.sgd(0.1))
     state, plain = tx.init(model), optax.sgd(0.1)
     for arguments, error, match in (
-        ((model, state), ValueError, r"expected the model as the third argument.*tx.update\(grads, state, model\)"),
         (({"ww": jnp.ones(2)}, state, model), ValueError, r"entry at 'ww', where the model has no leaf.*'w'"),
         (({"w": jnp.ones(3)}, state, model), ValueError, r"at 'w', got float32\["),
         ((model, state, {"w": jnp.ones(3), "b": jnp.ones(1)}), ValueError, "made from another tree .* than this model"),
-        ((model, plain.init(model), model), TypeError, "expected the state that tx.init.* returned, got tuple"),
         *(((bad, state, model), TypeError, r"expected a tree of gradients, as tp\.grad") for bad in (None, True, 3)),
     ):
         with pytest.raises(error, match=match):
             tx.update(*arguments)
-    match = (
-        r"tx is plain Optax, which does not accept models: write tx = optim.trainable\(tx\), state = tx.init\(model\)"
-    )
-    with pytest.raises(TypeError, match=match):
-        optim.step(plain, tp.copy(model), plain.init(model), model)
-    with pytest.raises(TypeError, match=match):  # Optax itself fails at the `None` of what is frozen
-        optim.step(plain, {"w": model["w"], "b": None}, plain.init(model), model)
-    with pytest.raises(TypeError, match=r"expected an Optax transformation.*call it with its arguments"):
-        optim.trainable(optax.adam)
+    with pytest.raises(TypeError, match=r"tx is plain Optax, .*: write tx = optim.trainable\(tx\)"):
+        optim.step(plain, {"w": model["w"], "b": None}, plain.init(model), model)  # Optax itself fails at the `None`
     with pytest.raises(TypeError, match="expected a real update at 'w'"):
         optim.apply_updates(model, {"w": jnp.ones(2, jnp.complex64)})
     with pytest.raises(ValueError, match="entry at 'x', where the model has no leaf"):

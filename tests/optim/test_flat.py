@@ -57,7 +57,6 @@ def test_equals_optax_leaf_by_leaf(rule):
 def test_refuses_what_looks_at_leaves_or_their_names():
     for rule, match in (
         (optim.groups({"a": optax.sgd(0.1)}, default=optax.adam(0.1)), "or at their names"),
-        (optax.add_noise(0.1, 0.1, 0), "looks at the shapes"),
         (optax.MultiSteps(optax.scale_by_trust_ratio(), 300), "looks at the shapes"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -182,6 +182,9 @@ def test_hyperparameters_are_where_the_users_of_optax_read_them():
     state = optim.adjust(tx.init(model), learning_rate=0.25)
     assert {name: float(value) for name, value in state.hyperparams.items()} == {"learning_rate": 0.25, "momentum": 0.5}
     _, state = tx.update(tp.copy(model), state, model)
-    assert optim.set_trainable(tx, state, model, "b").hyperparams["learning_rate"] == 0.25  # of the one that runs
+    for where in ("b", "**"):  # they are of the run
+        assert optim.set_trainable(tx, state, model, where).hyperparams["learning_rate"] == 0.25
+    rows = optim.trainable(optim.per_leaf(optax.inject_hyperparams(optax.sgd)(0.1)), "a", form="stacks")
+    _, state = rows.update(tp.copy(model), rows.init(model), model)
     with pytest.raises(ValueError, match=r"several histories train, each with its hyperparameters in state.runs: a; b"):
-        _ = optim.set_trainable(tx, state, model).hyperparams
+        _ = optim.set_trainable(rows, state, model).hyperparams

@@ -134,16 +134,8 @@ def test_a_declared_tie_is_named_by_either_end(form):
 @forms
 def test_an_entry_that_gives_nothing_is_an_error(form):
     model, one = {"encoder": jnp.ones(2), "body": jnp.ones(1), "frozen": jnp.ones(1)}, optax.sgd(1.0)
-    for rules, match in (
-        ({"**": one, "body": one}, r"'body' comes too late: '\*\*' before it selects the same parameters"),
-        ({("**", "!encodr"): one}, r"'encodr' selects nothing; nearest: 'encoder'"),
-        ({re.compile("encodr"): one}, r"'encodr' selects nothing"),
-        ({eqx.nn.Linear: one}, r"'Linear' selects nothing"),
-        ({tp.leaves(lambda path, leaf: leaf.ndim > 3): one}, r"tp.leaves\(.*\) selects nothing"),
-        ({lambda m: None: one}, r"lambda at test_groups.py:\d+ selects nothing"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            groups(rules, one, "!frozen", form).init(model)
+    with pytest.raises(ValueError, match=r"'encodr' selects nothing; nearest: 'encoder'"):
+        groups({("**", "!encodr"): one}, one, "!frozen", form).init(model)
     tx = groups({"frozen": one, "encoder": one, "body": one, "**": one}, None, "!frozen", form)
     assert set(optim.report(tx, model).groups.values()) == {"encoder", "body"}  # the others are empty
 
@@ -196,8 +188,6 @@ def test_errors_of_groups(form, without_type_checks):
         ({("a", "nope"): one}, one, ValueError, "'nope' selects nothing"),
         ({lambda m: m["a"]: one, lambda m: m["b"]: one}, None, ValueError, "two groups have the same name"),
         ({"default": one}, one, ValueError, "two groups have the same name"),
-        ({"**": 0.1}, None, TypeError, r"expected an Optax transformation for '\*\*', such as .*, got float"),
-        ([one], None, TypeError, r"expected a dictionary \{where: transformation\}, got"),
     ):
         for use in (lambda tx: tx.init(_model()), lambda tx: optim.report(tx, _model())):
             with pytest.raises(error, match=match):

@@ -311,18 +311,6 @@ def test_active_reaches_stacks_within_multisteps():
 # -- Two boundaries, other states --------------------------------------------------------------------------------------
 
 
-def test_masks_and_partitions_stand_within():
-    shared = jnp.array([1.0, 2.0])
-    model = {"a": shared, "b": shared}
-    one = optim.trainable(optax.sgd(0.1))
-    for outside in (
-        optax.partition({"x": one, "y": one}, {"a": "x", "b": "y"}),
-        optax.masked(one, {"a": True, "b": False}),
-    ):
-        with pytest.raises(ValueError, match=r"a mask, or optax\.partition, is around a transformation over models"):
-            outside.init(model)
-
-
 def test_the_state_of_another_rule_is_refused():
     model = _pair()
     adam, sgd, flat = (
