@@ -15,14 +15,18 @@ states, import Optax.
 """
 
 from .._tree.text import answer_calls as _answer_calls
-from ._from_state import eval_params as eval_params, value_and_grad_from_state as value_and_grad_from_state
 from ._groups import groups as groups, report as report
 from ._master import master as master
 from ._per_leaf import per_leaf as per_leaf
 from ._plain import from_optax as from_optax, to_optax as to_optax
 from ._scaled import clip_by_global_norm as clip_by_global_norm, scaled as scaled
 from ._set_trainable import adjust as adjust, set_trainable as set_trainable
-from ._step import apply_updates as apply_updates, step as step
+from ._step import (
+    apply_updates as apply_updates,
+    eval_params as eval_params,
+    step as step,
+    value_and_grad_from_state as value_and_grad_from_state,
+)
 from ._trainable import trainable as trainable
 
 _answer_calls(__name__, globals())

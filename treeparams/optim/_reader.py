@@ -73,7 +73,7 @@ def _total(value: Value, size: int) -> int:
     """Returns the sum of all elements of an array of this size."""
     if value[0][1] is None:
         return value[0][0] * size
-    sizes = [own for _, own in value if own]
+    sizes = [own or 0 for _, own in value]
     ahead = size // sum(sizes)  # a memory of several steps has leading axes
     return sum(map(operator.mul, [number for number, _ in value], sizes)) * ahead
 
@@ -143,7 +143,7 @@ class Reader(Walk[Value]):
     def _reduced(self, eqn: Operation, value: Value) -> Value | None:
         """Reduces over all elements; `None` for a reduction over some axes."""
         shape, axes, name = eqn.invars[0].aval.shape, eqn.params["axes"], _TOTALS[eqn.primitive.name]
-        if value[0][1] and not all(axis in axes or size == 1 for axis, size in enumerate(shape)):
+        if value[0][1] is not None and not all(axis in axes or size == 1 for axis, size in enumerate(shape)):
             return None if axes else value
         if name == "add":
             return equal(_total(value, math.prod([shape[axis] for axis in axes])))
@@ -268,7 +268,7 @@ _COMPUTED: dict[str, Callable[[Any], int]] = {
 _TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
 
 
-def _product(eqn: Operation, its: list[Value]) -> list[Value | None]:
+def _product(eqn: Operation, its: list[Value]) -> Sequence[Value | None]:
     """Returns the inner product over all elements; `None` for a product of matrices."""
     (left, right), batch = eqn.params["dimension_numbers"]
     one, other = (atom.aval for atom in eqn.invars)
@@ -281,23 +281,23 @@ def _product(eqn: Operation, its: list[Value]) -> list[Value | None]:
 # -- Operations of which it is known where each element lies -----------------------------------------------------------
 
 
-def _reshaped(eqn: Operation, its: list[Value]) -> list[Value | None]:
+def _reshaped(eqn: Operation, its: list[Value]) -> Sequence[Value | None]:
     """Keeps the elements, in their order."""
     is_same = eqn.invars[0].aval.size == eqn.outvars[0].aval.size and eqn.params.get("dimensions") is None
     return its[:1] if is_same or eqn.primitive.name == "squeeze" or its[0][0][1] is None else [None]
 
 
-def _concatenated(eqn: Operation, its: list[Value]) -> list[Value | None]:
+def _concatenated(eqn: Operation, its: list[Value]) -> Sequence[Value | None]:
     sizes = [atom.aval.size for atom in eqn.invars]
     axis = eqn.params["axis" if eqn.primitive.name == "stack" else "dimension"]
     if len({value for value in its if value[0][1] is None}) == len(set(its)) == 1:
         return its[:1]
     runs = [((own[0][0], size),) if own[0][1] is None else own for own, size in zip(its, sizes, strict=True)]
-    is_known = [sum(size for _, size in own) for own in runs] == sizes  # no memory of several steps
+    is_known = [sum(size or 0 for _, size in own) for own in runs] == sizes  # no memory of several steps
     return [tuple(itertools.chain(*runs)) if is_known and not math.prod(eqn.outvars[0].aval.shape[:axis]) > 1 else None]
 
 
-def _sliced(eqn: Operation, its: list[Value]) -> list[Value | None]:
+def _sliced(eqn: Operation, its: list[Value]) -> Sequence[Value | None]:
     shape, params = eqn.invars[0].aval.shape, eqn.params
     axes = [axis for axis, size in enumerate(eqn.outvars[0].aval.shape) if size != shape[axis]] or [0]
     if len(axes) > 1 or any(each != 1 for each in params["strides"] or ()):
@@ -305,13 +305,13 @@ def _sliced(eqn: Operation, its: list[Value]) -> list[Value | None]:
     return _pieces(its[0], shape, axes[0], [(params["start_indices"][axes[0]], params["limit_indices"][axes[0]])])
 
 
-def _split(eqn: Operation, its: list[Value]) -> list[Value | None]:
+def _split(eqn: Operation, its: list[Value]) -> Sequence[Value | None]:
     sizes = map(int, eqn.params.get("sizes", [1] * len(eqn.outvars)))  # an `unstack` has none
     spans = itertools.pairwise(itertools.accumulate(sizes, initial=0))
     return _pieces(its[0], eqn.invars[0].aval.shape, eqn.params["axis"], [*spans])
 
 
-def _pieces(value: Value, shape: Sequence[int], axis: int, spans: Sequence[tuple[int, int]]) -> list[Value | None]:
+def _pieces(value: Value, shape: Sequence[int], axis: int, spans: Sequence[tuple[int, int]]) -> Sequence[Value | None]:
     """Returns the elements from one place to another along an axis, for each span."""
     if value[0][1] is None:
         return [value] * len(spans)
@@ -325,7 +325,7 @@ def _pieces(value: Value, shape: Sequence[int], axis: int, spans: Sequence[tuple
     return found
 
 
-def _windowed(eqn: Operation, its: list[Value]) -> list[Value | None]:
+def _windowed(eqn: Operation, its: list[Value]) -> Sequence[Value | None]:
     """Reads or writes a window of axes ahead of the leaf's: one of the steps of a memory."""
     name, shape, params = eqn.primitive.name, eqn.invars[0].aval.shape, eqn.params
     if name == "dynamic_slice" and its[0][0][1] is None:
@@ -349,7 +349,7 @@ def _windowed(eqn: Operation, its: list[Value]) -> list[Value | None]:
 
 
 # Each returns `None` in place of a result that is not known element by element.
-_MOVES: dict[str, Callable[[Operation, list[Value]], list[Value | None]]] = {
+_MOVES: dict[str, Callable[[Operation, list[Value]], Sequence[Value | None]]] = {
     "dot_general": _product,
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze"), _reshaped),
     **dict.fromkeys(("concatenate", "stack"), _concatenated),

@@ -15,7 +15,6 @@ from jaxtyping import Array
 
 from .._forms.block import Block
 from .._forms.form import Form
-from .._walk import global_norm
 from .._slots.index import Index, first_entries
 from .._slots.layout import Layout, index_of
 from .._slots.where import Where, name_of
@@ -23,6 +22,7 @@ from .._tree.recognise import structure_of
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree, common_dtype
+from .._walk import global_norm
 from ._groups import Keys, are_stacks, check_groups, entries_of
 from ._state import ClipState, nodes_of
 

@@ -76,6 +76,8 @@ def check_form(
 def _difference(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, Any]) -> str:
     """Says how a rule differs over joined leaves; the empty text if it does not."""
     few = few_alike(layout)
+    if not few:
+        return ""
     small = trained_at(layout, [index_of(layout).positions[slot] for slot in few])
     tree, leaves = tree_of(small), [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in small.slots]
     if form.is_stacks:
@@ -122,10 +124,12 @@ def _shown(form: Form, arrays: Sequence[Any]) -> PyTree:
 
 def few_alike(layout: Layout) -> list[int]:
     """Returns the leaves that are looked at: of many, two of each kind whose names differ only in numbers."""
-    if len(layout.slots) <= _MANY:
-        return [*range(len(layout.slots))]
+    numbers = [i for i, slot in enumerate(layout.slots) if slot.size]  # an empty leaf has no update
+    if len(numbers) <= _MANY:
+        return numbers
     alike: dict[Any, list[int]] = {}
-    for i, slot in enumerate(layout.slots):
+    for i in numbers:
+        slot = layout.slots[i]
         alike.setdefault((re.sub("[0-9]+", "0", slot.path), slot.shape, slot.dtype), []).append(i)
     return sorted({i for slots in alike.values() for i in (slots[0], slots[-1])})
 
