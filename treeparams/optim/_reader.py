@@ -252,7 +252,7 @@ def _keeps_numbers(eqn: Operation) -> bool:
 
 
 def _power(exponent: int, numbers: Sequence[int]) -> int:
-    return pow(numbers[0], exponent, PRIME)
+    return pow(numbers[0], exponent % (PRIME - 1), PRIME)  # of zero, zero
 
 
 _COMPUTED: dict[str, Callable[[Any], int]] = {

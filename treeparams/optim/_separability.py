@@ -25,9 +25,10 @@ from .._slots.layout import Layout, index_of, trained_at
 from .._tree.text import in_short
 from .._tree.types import PyTree
 from ._coupling import Extended, alike_p, compared
+from ._per_leaf import PerLeafState
 from ._reader import ROUNDS, Reader, Value, equal, hashed
 from ._scaled import Factors, told
-from ._state import History, of_run, settled, steady
+from ._state import History, nodes_of, of_run, settled, steady
 
 Known = frozenset[Any]
 """The leaves, by path and kind, of the models for which a rule is known to be right."""
@@ -88,7 +89,9 @@ def _difference(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, 
             own = groups.setdefault(keys[0].key if len(keys) > 1 else None, [])
             own += [numbers[slot] for slot in slots if slot in numbers]
         joined = stacks_in_groups(small, {name: sorted(own) for name, own in groups.items()})
-        ways = [_Way(functools.partial(_shown, each), each.members) for each in (joined, tree)]
+        has_rows = nodes_of(PerLeafState, jax.eval_shape(rule.init, form.shapes()))
+        show = lambda form: functools.partial(_shown, form) if has_rows else form.join
+        ways = [_Way(show(each), each.members) for each in (joined, tree)]
     else:
         # In one dtype: a vector has the widest one, and Optax makes the hyperparameters of complex leaves complex.
         joined = vector_of(small)

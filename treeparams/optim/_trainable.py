@@ -250,7 +250,8 @@ class Rule:
         return by_dtype if by_dtype != form and self._has(MasterState, form.shapes()) else form
 
     def _stacks_of(self, layout: Layout) -> Form:
-        groups = self._groups_of(layout) if layout.slots and self._has_groups is not False else None
+        has_any = layout.slots and self._has(GroupsState, {}) is not False
+        groups = self._groups_of(layout) if has_any else None
         return stacks_of(layout) if groups is None else stacks_in_groups(layout, groups)
 
     def _has(self, kind: type, shown: PyTree) -> bool | None:
@@ -259,10 +260,6 @@ class Rule:
             return bool(nodes_of(kind, jax.eval_shape(self.tx.init, shown)))
         return None
 
-    @functools.cached_property
-    def _has_groups(self) -> bool | None:
-        return self._has(GroupsState, {})
-
     def _groups_of(self, layout: Layout) -> dict[str, list[int]] | None:
         """Returns the slots of each group of `optim.groups`; `None` if the rule has none."""
         tree = tree_of(layout)
@@ -270,7 +267,7 @@ class Rule:
         try:
             nodes = nodes_of(GroupsState, jax.eval_shape(self.tx.init, shown))
         except Exception:
-            if self._has_groups:
+            if self._has(GroupsState, {}):
                 raise
             return None  # its mask is for stacks
         if not nodes:
