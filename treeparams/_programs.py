@@ -1,12 +1,13 @@
 """Reads programs as JAX traces them: one table of operations, and one walk along a program.
 
 A walk goes along the operations of a program and keeps a value for each variable. A *domain*, a subclass of `Walk`,
-says which value. `tp.reached` and `tp.moved` carry marks of parameters, a check of optimisers carries formulas of
+says which value. `tp.reached` and `tp.moved` carry marks of parameters, a check of optimisers carries numbers of
 elements, `nested.laplacian` carries derivatives. The walk itself knows how operations call programs. It reads a *hi
 primitive* in the program that JAX lowers it to.
 
 An operation that is not in the table is *opaque*: nothing is known of it. That is the safe answer in every domain. A
-parameter that goes into an opaque operation is reached, and has moved; elements have no formula; there is no loop.
+parameter that goes into an opaque operation is reached, and has moved; its elements are equal to no others; there is
+no loop.
 """
 
 import enum
