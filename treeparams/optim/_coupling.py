@@ -133,8 +133,13 @@ def as_one_operation(rule: Extended, updates: PyTree, params: PyTree | None, ext
     The rule's program identifies the operation. Values that the rule closes over, such as a rate that was made outside
     of it, are operands.
     """
+
+    def step(row: jax.Array) -> Any:
+        own = {name: row if name == "grad" else value for name, value in extra.items()}
+        return rule.update(row, rule.init(row), row, **own)
+
     try:
-        program = jax.make_jaxpr(lambda row: rule.update(row, rule.init(row), row, **extra))(_ANY_ROW)
+        program = jax.make_jaxpr(step)(_ANY_ROW)
     except Exception:  # `init`, or the first `update`, says why
         name, closed = "", []
     else:
