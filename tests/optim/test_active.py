@@ -17,7 +17,7 @@ import treeparams as tp
 from treeparams import optim
 
 from ..zoo import VECTOR, assert_close, assert_same, bits, ramp
-from .test_stacked import Layer, _loss, _net, clip, matrices, rows
+from .test_forms import Layer, _loss, _net, clip, matrices, rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

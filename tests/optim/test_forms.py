@@ -1,4 +1,4 @@
-"""Optax over stacks: equal to Optax leaf by leaf, and refused where it is not."""
+"""Optax over a vector and over stacks: equal to Optax leaf by leaf, and refused where it is not."""
 
 import functools
 
@@ -12,7 +12,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_close, assert_same
+from ..zoo import assert_close
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -65,21 +65,37 @@ EQUAL = {  # within `of`, over stacks, is what looks at each leaf
     "groups in a chain": _groups,
     "layers at rest": lambda of: optim.groups({"layers": optax.set_to_zero()}, default=of(optax.novograd(0.1))),
 }
+BLIND = {  # over a vector, rules of each kind that treats all elements alike
+    "element-wise": optax.adamw(optax.linear_schedule(0.1, 0.01, 3)),
+    "global norm": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1, momentum=0.9)),
+    "further arguments": optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(3)),
+    "memory of steps": optax.chain(optax.scale_by_lbfgs(memory_size=2), optax.scale(-0.01)),
+    "a second iterate": optax.contrib.schedule_free_sgd(0.1),
+    "wrapped": optax.MultiSteps(optax.inject_hyperparams(optax.lion, hyperparam_dtype=jnp.float32)(0.1), 2),
+}
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_equals_optax_leaf_by_leaf(name):
-    params, rest = tp.partition(_model(), LAYOUT)
+@pytest.mark.parametrize(
+    ("form", "name"), [*(("stacks", name) for name in EQUAL), *(("vector", name) for name in BLIND)]
+)
+def test_equals_optax_leaf_by_leaf(form, name):
+    # A vector has one dtype: what couples leaves would see other digits of a bfloat16 one.
+    model = _model() if form == "stacks" else _model() | {"low": _normal(4)}
+    layout = tp.layout(model, ties={"decoder": ("embed", jnp.transpose)})
+    params, rest = tp.partition(model, layout)
 
     def after(tx, params):
         def step(carry, _):
             model = tp.combine(carry[0], rest)
-            model, state = optim.step(tx, tp.grad(_loss, LAYOUT)(model), carry[1], model)
-            return (tp.partition(model, LAYOUT)[0], state), None
+            value, grads = tp.value_and_grad(_loss, layout)(model)
+            extra = {"value": value, "grad": grads, "value_fn": _loss} if name == "further arguments" else {}
+            model, state = optim.step(tx, grads, carry[1], model, **extra)
+            return (tp.partition(model, layout)[0], state), None
 
         return jax.lax.scan(step, (params, tx.init(tp.combine(params, rest))), length=5)[0][0]
 
-    txs = optim.trainable(EQUAL[name](rows), LAYOUT, form="stacks"), optim.trainable(EQUAL[name](lambda tx: tx), LAYOUT)
+    over, leaves = (EQUAL[name](rows), EQUAL[name](lambda tx: tx)) if form == "stacks" else [BLIND[name]] * 2
+    txs = optim.trainable(over, layout, form=form), optim.trainable(leaves, layout)
     got, want = jax.jit(lambda params: [after(tx, params) for tx in txs])(params)
     for path, leaf in tp.trainables(want).items():
         here, wide, start = (np.asarray(tp.trainables(tree)[path], np.float32) for tree in (got, want, params))
@@ -165,15 +181,6 @@ def test_groups_over_stacks_are_one_division():
     assert report.groups["embed"] == "embed"
 
 
-def test_an_example_of_further_arguments_for_the_trial():
-    heated = lambda updates, state, params=None, *, heat, **_: (jax.tree.map(lambda u: u * heat, updates), state)
-    rule, net = optax.GradientTransformationExtraArgs(lambda params: (), heated), _net()
-    with pytest.raises(ValueError, match=r"it fails there.*heat.*give examples of them, trial="):
-        optim.trainable(rule, form="stacks").init(net)
-    tx = optim.trainable(rule, trial={"heat": 2.0}, form="stacks")
-    assert_same(tx.update(tp.copy(net), tx.init(net), net, heat=3.0)[0]["out"], np.float32(3) * np.asarray(net["out"]))
-
-
 @pytest.mark.parametrize("way", [{"grads": {"b": None}}, {"active": {"b": False}}])
 def test_rows_wait_beside_a_group_without_parameters(way):
     model = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2)), "c": jnp.ones(3)}
@@ -184,3 +191,69 @@ def test_rows_wait_beside_a_group_without_parameters(way):
     np.testing.assert_allclose([new["a"][0, 0], new["b"][0, 0]], [0.9, 1.0], rtol=1e-5)
     again = optim.step(tx, model, optim.set_trainable(tx, state, new), new)[0]  # the group has a parameter now
     assert float(again["c"][0]) < 1
+
+
+# -- A vector ----------------------------------------------------------------------------------------------------------
+
+
+def test_refuses_what_looks_at_leaves_or_their_names():
+    for rule, match in (
+        (optim.groups({"out": optax.sgd(0.1)}, default=optax.adam(0.1)), "or at their names"),
+        (optax.MultiSteps(optax.scale_by_trust_ratio(), 300), "looks at the shapes"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            optim.trainable(rule, form="vector").init(_net())
+
+
+def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
+    calls = []
+
+    def update(updates, state, params=None, *, temperature, **_):
+        return jax.tree.map(lambda u: u * temperature, updates), state
+
+    rule = optax.GradientTransformationExtraArgs(lambda params: calls.append(1) or (), update)
+    model = {"a": np.ones(2, np.float32)}
+    with pytest.raises(ValueError, match=r"it fails there.*temperature.*give examples of them, trial="):
+        optim.trainable(rule, form="vector").init(model)
+    tx = optim.trainable(rule, trial={"temperature": 2.0}, form="vector")
+    state = tx.init(model)
+    tried = len(calls)
+    np.testing.assert_array_equal(tx.update(tp.copy(model), state, model, temperature=3.0)[0]["a"], 3.0)
+    tx.init(model)
+    assert len(calls) == tried + 1
+
+
+def test_none_counts_as_zero():
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = optim.trainable(optax.sgd(1.0, momentum=0.5), form="vector")
+    _, state = tx.update(tp.copy(model), tx.init(model), model)
+    updates, state = tx.update({"a": jnp.zeros(2), "b": None}, state, model)
+    np.testing.assert_array_equal(state.runs[0][0].trace, 0.5)
+    np.testing.assert_array_equal(updates["b"], updates["a"])
+
+
+def test_the_state_is_one_vector_of_the_layout_and_outlives_a_freeze():
+    model = {"a": jnp.ones((2, 3)), "b": jnp.ones(4, jnp.bfloat16), "c": jnp.ones(1)}
+    layout, rule = tp.layout(model), optax.sgd(0.1, momentum=0.9)
+    tx, plain = optim.trainable(rule, layout, form="vector"), optim.trainable(rule)
+    state, other = jax.jit(tx.init)(model), plain.init(model)  # the trial is done within a trace, too
+    assert (state.runs[0][0].trace.shape, state.runs[0][0].trace.dtype) == ((layout.size,), layout.dtype)
+    _, state = tx.update(tp.copy(model), state, model)
+    _, other = plain.update(tp.copy(model), other, model)
+    state = optim.set_trainable(tx, optim.set_trainable(tx, state, model, "b"), model)
+    got, want = tx.update(tp.copy(model), state, model)[0], plain.update(tp.copy(model), other, model)[0]
+    assert_close(got, want, 1e-2)
+    assert_close((got["a"], got["c"]), (want["a"], want["c"]), 1e-6)
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, jax.jit, jax.grad, lambda f: jax.jit(jax.vmap(f))])
+def test_under_a_traced_rate(transform):
+    # Of a traced rate the trial knows no value, so there is none.
+    model = {"a": jnp.ones(2), "b": jnp.ones(1)}
+
+    def after(rate):
+        tx = optim.trainable(optax.sgd(rate, momentum=0.9), form="vector")
+        return jnp.sum(optim.step(tx, tp.copy(model), tx.init(model), model)[0]["a"])
+
+    rates = np.float32(0.5) if transform in (jax.grad, jax.jit) else np.float32([0.5, 0.25])
+    np.testing.assert_allclose(transform(after)(rates), -2.0 if transform is jax.grad else 2 - 2 * rates)
