@@ -366,8 +366,9 @@ def test_what_couples_parameters_after_their_counts_is_refused_where_histories_d
         optim.set_trainable(tx, state, model)
 
 
-@forms
-@pytest.mark.parametrize("name", EARLY)
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "tree") for name in EARLY), ("a clip", "vector"), ("in a branch", "stacks")]
+)
 def test_what_couples_them_before_sees_all(name, form):
     model = {"a": jnp.zeros(2), "b": jnp.zeros(2), "c": jnp.zeros(3)}
     grads = {"a": jnp.array([3.0, 0]), "b": jnp.array([0, 4.0]), "c": jnp.zeros(3)}
