@@ -128,7 +128,11 @@ def test_refuses_what_looks_at_leaves_whatever_the_numbers(name, form):
 @forms
 def test_a_rule_that_looks_at_long_axes_is_right_for_short_ones(form):
     tx = form(
-        _of_leaves(lambda leaf, leaves: leaf - jnp.mean(leaf, 0, keepdims=True) if leaf.shape[-2:] == (9, 9) else leaf)
+        _of_leaves(
+            lambda leaf, leaves: (
+                leaf - jnp.mean(leaf, 0, keepdims=True) if leaf.ndim > 1 and leaf.shape[-1] > 8 else leaf
+            )
+        )
     )
     short = {"a": jnp.ones((3, 4)), "b": jnp.ones(4)}
     state = form(tx.init.__self__.tx, "[ab]").init(short | {"c": jnp.ones((9, 9))})

@@ -1,4 +1,4 @@
-"""Programs as numbers: what a rule does to each leaf, whether leaves come by themselves or joined.
+"""Programs as numbers: the same for a leaf alone and joined with others, if the rule does the same to it.
 
 A rule over one array of all leaves is another program than over the leaves, with other shapes in it, and is right if
 each *element* comes out the same. So the programs are run on numbers modulo a prime, one random number for all elements
@@ -121,7 +121,7 @@ class Reader(Walk[Value]):
         ]
 
     def _function(self, eqn: Operation) -> tuple[Any, ...]:
-        """Returns what an element-wise operation does to numbers, and the numbers that it begins with."""
+        """Returns the function of numbers of an element-wise operation, and the numbers that it begins with."""
         name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
         if name == "integer_pow" and jnp.issubdtype(dtype, jnp.inexact):
             return (functools.partial(_power, eqn.params["y"]),)
@@ -229,7 +229,7 @@ class Reader(Walk[Value]):
 
 
 def _row(n: int, value: Value, aval: Any) -> Value | None:
-    """Returns what a scan gives to one of its rounds."""
+    """Returns the value that a scan gives to one of its rounds."""
     if value[0][1] is None:
         return value
     if sum(size for _, size in value if size) == aval.size:  # a memory: the axis ahead is not of the leaf

@@ -22,6 +22,7 @@ from jax.extend.core import JaxprEqn
 from .._forms.form import Form, stacks_in_groups, tree_of, vector_of
 from .._programs import Marks
 from .._slots.layout import Layout, index_of, trained_at
+from .._slots.parts import take_apart
 from .._tree.text import in_short
 from .._tree.types import PyTree
 from ._coupling import Extended, alike_p, compared
@@ -34,6 +35,13 @@ Known = frozenset[Any]
 """The leaves, by path and kind, of the models for which a rule is known to be right."""
 
 _MANY = 32  # leaves; of more only some are looked at
+
+
+class _Way(NamedTuple):
+    """A way to show leaves to a rule."""
+
+    show: Callable[[Sequence[Any]], PyTree]
+    slots: Sequence[Sequence[int]]  # the leaves in each array that it is shown
 
 
 def check_form(
@@ -80,45 +88,47 @@ def _difference(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, 
     if not few:
         return ""
     small = trained_at(layout, [index_of(layout).positions[slot] for slot in few])
-    tree, leaves = tree_of(small), [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in small.slots]
-    if form.is_stacks:
-        groups: dict[Any, list[int]] = {keys[0].key: [] for keys in form.keys if len(keys) > 1}
-        groups |= {name: [] for name, own in jtu.tree_unflatten(form.treedef, form.blocks).items() if own == {}}
-        numbers = {slot: i for i, slot in enumerate(few)}
-        for keys, slots in zip(form.keys, form.members, strict=True):
-            own = groups.setdefault(keys[0].key if len(keys) > 1 else None, [])
-            own += [numbers[slot] for slot in slots if slot in numbers]
-        joined = stacks_in_groups(small, {name: sorted(own) for name, own in groups.items()})
-        has_rows = nodes_of(PerLeafState, jax.eval_shape(rule.init, form.shapes()))
-        show = lambda form: functools.partial(_shown, form) if has_rows else form.join
-        ways = [_Way(show(each), each.members) for each in (joined, tree)]
-    else:
+    found = _compared(rule, small, _ways(rule, small, few, form, 0), extra)
+    # Labels for stacks may look for a shape among them, and are right. A rule that looks at leaves does so for others.
+    is_right = not found or (form.is_stacks and not _compared(rule, small, _ways(rule, small, few, form, 1), extra))
+    return "" if is_right else found
+
+
+def _ways(rule: Extended, small: Layout, few: Sequence[int], form: Form, more: int) -> tuple[list[Any], list[_Way]]:
+    """Returns a few leaves, with axes that are longer by some elements, and the ways to show them joined and apart."""
+    tree = tree_of(small)
+    if not form.is_stacks:
         # In one dtype: a vector has the widest one, and Optax makes the hyperparameters of complex leaves complex.
         joined = vector_of(small)
         joined = dataclasses.replace(joined, blocks=(dataclasses.replace(joined.blocks[0], dtype=_SINGLE),))
-        leaves = [jax.ShapeDtypeStruct(leaf.shape, _SINGLE) for leaf in leaves]
-        ways = [_Way(each.join, each.members) for each in (joined, tree)]
+        leaves = [jax.ShapeDtypeStruct(slot.shape, _SINGLE) for slot in small.slots]
+        return leaves, [_Way(each.join, each.members) for each in (joined, tree)]
+    leaves = [jax.ShapeDtypeStruct([size + more for size in slot.shape], slot.dtype) for slot in small.slots]
+    groups: dict[Any, list[int]] = {keys[0].key: [] for keys in form.keys if len(keys) > 1}
+    groups |= {name: [] for name, own in jtu.tree_unflatten(form.treedef, form.blocks).items() if own == {}}
+    numbers = {slot: i for i, slot in enumerate(few)}
+    for keys, slots in zip(form.keys, form.members, strict=True):
+        own = groups.setdefault(keys[0].key if len(keys) > 1 else None, [])
+        own += [numbers[slot] for slot in slots if slot in numbers]
+    joined = stacks_in_groups(take_apart(leaves, None).layout, {name: sorted(own) for name, own in groups.items()})
+    has_rows = nodes_of(PerLeafState, jax.eval_shape(rule.init, joined.shapes()))
+    show = lambda form: functools.partial(_shown, form) if has_rows else form.join
+    return leaves, [_Way(show(each), each.members) for each in (joined, tree)]
+
+
+def _compared(rule: Extended, small: Layout, ways: tuple[list[Any], list[_Way]], extra: Mapping[str, Any]) -> str:
+    leaves, both = ways
     readers = Reader(), Reader()
-    found = [_updates(reader, rule, way, leaves, extra) for reader, way in zip(readers, ways, strict=True)]
-    differs = [path for path, *both in zip(small.paths, *found, strict=True) if both[0] != both[1]]
+    found = [_updates(reader, rule, way, leaves, extra) for reader, way in zip(readers, both, strict=True)]
+    differs = [path for path, one, other in zip(small.paths, *found, strict=True) if one != other]
     opaque = sorted({name for reader in readers for name in reader.opaque})
-    if not differs:
-        return ""
-    if opaque:
+    if differs and opaque:
         return f"calls {', '.join(opaque)}, which may do something else to joined leaves"
-    return f"looks at the shapes of leaves, their axes or norms, or at their names: {differs[0]!r} gets another " + (
-        "update if it is joined with others"
-    )
+    where = f"{differs[0]!r} gets another update if it is joined with others" if differs else ""
+    return f"looks at the shapes of leaves, their axes or norms, or at their names: {where}" if differs else ""
 
 
 _SINGLE = np.dtype(np.float32)
-
-
-class _Way(NamedTuple):
-    """A way to show leaves to a rule."""
-
-    show: Callable[[Sequence[Any]], PyTree]
-    slots: Sequence[Sequence[int]]  # the leaves in each array that it is shown
 
 
 def _shown(form: Form, arrays: Sequence[Any]) -> PyTree:
@@ -211,7 +221,7 @@ def couples_late(tx: Extended, form: Form, like: History, extra: Mapping[str, An
     """Returns whether a rule couples leaves through values that it has made of each by a step count of its own.
 
     An example is a clip after Adam, which divides by a power of the step count. A clip before it couples gradients, and
-    these do not depend on the count. What is of the run is the same for all leaves.
+    these do not depend on the count. The run's state is the same for all leaves.
 
     Args:
         tx: the rule.

@@ -64,7 +64,7 @@ def set_trainable(
     it, it goes on **with its own count**, as if the steps in between had not happened for it. A parameter that trains
     for the first time starts at count zero.
 
-    **What holds no array of any parameter belongs to the run**: the count of a schedule, a plateau, injected rates, the
+    **The run has all that holds no array of a parameter**: the count of a schedule, a plateau, injected rates, the
     state of a clip or of `optax.apply_if_finite`. It goes on in each step, for all. So `optax.adam(schedule)` keeps two
     counts: Adam's corrections go by the parameter's, the rate goes by the run's. Inside `optim.per_leaf` all belongs to
     the rows, and fresh ones get the hyperparameters that you have set by `optim.adjust`.
@@ -96,7 +96,7 @@ def set_trainable(
         trainable: the parameters that train from now on: `None` (as declared), a mask, a `where` or a `Layout`; see
             `tp.layout`. Ties are those in the state. If you leave it out, it is `None`, or with `reset=where` the
             choice in the state.
-        reset: a `where` of parameters whose moments and counts start afresh, including frozen ones; what belongs to the
+        reset: a `where` of parameters whose moments and counts start afresh, including frozen ones; the state of the
             run goes on. `True` begins all of it anew.
 
     Returns:
@@ -139,7 +139,7 @@ def _is_ours(node: object) -> bool:
 
 
 def _check_where(reset: object) -> None:
-    """Checks that an argument that is not a bool may be a `where`; only a model shows what it selects."""
+    """Checks that an argument that is not a bool may be a `where`; a model shows its selection."""
     if not (callable(reset) or isinstance(reset, (str, re.Pattern, Leaves, list, tuple, set, frozenset))):
         raise TypeError(f"reset must be True, False or a `where` such as 'head' or '**.bias', got {describe(reset)}")
 

@@ -1,4 +1,4 @@
-"""step, apply_updates: the model after a step; value_and_grad_from_state, eval_params: what else its state holds."""
+"""step, apply_updates: the model after a step; value_and_grad_from_state, eval_params: other results from a state."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
