@@ -59,21 +59,14 @@ def carried_state(movers: Movers, source: Any, like: TrainableState) -> Trainabl
     movers.check_like([(slot.path, slot) for slot in like.layout.slots], "tx.init(model)")
     if not like.runs:
         return like
-    fresh = _fresh(like)
+    shapes = {slot.path: slot.shape for slot in like.layout.slots}
+    fresh = Copies(shapes, entries_of(like.runs[0]), like.roles.divisions[0])
     before = old_histories(movers, source, fresh)
     moving = _Moving(movers, before, fresh, groups_in(like.runs[0]))
     _check_memory(moving, like)
     histories = [moving.history(like, home) for home in dict.fromkeys([*before.histories, None])]
     moving.check_lost()
     return _continued(like, list(filter(None, histories)))
-
-
-def _fresh(like: TrainableState) -> Copies:
-    """Returns the arrays of the fresh state, or their shapes."""
-    arrays, division = entries_of(like.runs[0]), like.roles.divisions[0]
-    fresh = Copies({slot.path: slot.shape for slot in like.layout.slots}, arrays, division)
-    fresh.check()
-    return fresh
 
 
 class _Moving:
@@ -142,12 +135,14 @@ class _Moving:
             ) from None
         specs = [self.movers.source.specs[name] for name in places.reads]
         are_like = all(it.shape == spec.shape and is_inexact(it.dtype) for it, spec in zip(arrays, specs, strict=True))
+        # Such as the counts of parameters that took their steps together.
+        is_one = all(array.size == 1 and bool(np.all(array == arrays[0])) for array in arrays)
         if are_like and fresh.shape_alone(shape) == shape:
             array = places.filled(arrays)
             if places.dropped is not None:
                 begun = self.begun(place, path).alone(shape)
                 array = jnp.where(places.dropped, begun, array.astype(begun.dtype))
-        elif {it.shape for it in arrays} == {fresh.shape_alone(shape)} and _are_one_number(arrays):
+        elif {it.shape for it in arrays} == {fresh.shape_alone(shape)} and is_one:
             array = arrays[0]
         else:
             raise ValueError(
@@ -294,11 +289,6 @@ def _check_memory(moving: _Moving, like: TrainableState) -> None:
 def _axes(copies: Copies, head: Entries) -> dict[str, int | None]:
     """Returns the parameters with arrays below a node of a state, and the axis along which these join them."""
     return {path: its[1].axis for (place, path), its in copies.at.items() if place[0][: len(head)] == head}
-
-
-def _are_one_number(arrays: Sequence[Any]) -> bool:
-    """Returns whether all arrays are the same number, such as counts of parameters that took their steps together."""
-    return all(array.size == 1 and bool(np.all(array == arrays[0])) for array in arrays)
 
 
 def _with_values(array: Any, name: str) -> Any:
