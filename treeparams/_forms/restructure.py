@@ -1,10 +1,7 @@
 """The way back from a vector or stacks to the model, to single nodes of it, or to equal nodes as one.
 
-Nodes of one kind, such as the layers of a net, become one node whose arrays have a leading axis over them. All arrays
-are cut out of a form at once. If the nodes are stored in sequence, as the layers of a net are, in a vector and in
-stacks alike, they are cut as one block, reshaped, and cut along its second axis. So many layers need as few operations
-as few layers, forwards and backwards. (Cutting each leaf separately would be a strided slice, and the transpose of each
-slice a padded copy of the whole stack.)
+Nodes of one kind, such as the layers of a net, become one node whose arrays have a leading axis over them. If they are
+stored in sequence, they are cut as one block, reshaped, and cut along its second axis: as few operations as for few.
 """
 
 import operator
@@ -18,14 +15,14 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Inexact
 
-from .._slots.index import Index
+from .._slots.index import Index, summary_of
 from .._slots.layout import Layout, slot_at
 from .._slots.match import read_slots, slot_gradients
 from .._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
 from .._slots.ties import Alias
 from .._slots.where import Where, name_of, nodes_in, subtreedefs
 from .._tree.static_keys import static_key
-from .._tree.text import quoted
+from .._tree.text import as_text, quoted
 from .._tree.types import PyTree
 from .block import cast, cut, cut_spans, join
 from .form import NOTHING, Form, stacks_of_arrays
@@ -526,6 +523,9 @@ class Restructure(Generic[M]):
 
     def __repr__(self) -> str:
         return f"Restructure({self.layout!r}; {self._form.summary})"
+
+    def __str__(self) -> str:
+        return as_text(summary_of(*known_leaves(self)[::2]).blocks)
 
 
 Restructure.__module__ = "treeparams"
