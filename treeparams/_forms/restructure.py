@@ -1,7 +1,6 @@
 """The way back from a vector or stacks to the model, to single nodes of it, or to equal nodes as one.
 
-Nodes of one kind, such as the layers of a net, become one node whose arrays have a leading axis over them. If they are
-stored in sequence, they are cut as one block, reshaped, and cut along its second axis: as few operations as for few.
+Nodes of one kind, such as layers, become one with a leading axis; stored in sequence, they are cut as one block.
 """
 
 import operator
@@ -525,7 +524,8 @@ class Restructure(Generic[M]):
         return f"Restructure({self.layout!r}; {self._form.summary})"
 
     def __str__(self) -> str:
-        return as_text(summary_of(*known_leaves(self)[::2]).blocks)
+        index, _, places = known_leaves(self)
+        return as_text(summary_of(index, places).blocks)
 
 
 Restructure.__module__ = "treeparams"

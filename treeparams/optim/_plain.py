@@ -203,10 +203,10 @@ def _their_names(index: Index, own: Mapping[Name, Place | None], given: Iterable
             if is_known or (leaf not in index.by_leaf and stop > start and not after and _bare(entries) not in common):
                 best = max(best, (stop - start, after != (), start))
         length, _, start = best
-        leaf = leaves[entries[start : start + length]] if length >= 0 else None
-        if leaf is None:
+        if length < 0:
             names[entries, None][entries] = None
         else:
+            leaf = leaves[entries[start : start + length]]
             source = index.sources.get(leaf, leaf)
             alias = next((each for each in index.aliases.get(source, ()) if each.leaf == leaf), Alias(leaf, leaf, ()))
             names[entries[:start] + entries[start + length :], paths[source]][entries] = alias
@@ -325,15 +325,12 @@ def _arrays_for(
     names = {(place, name[1]): name for name, place in own.items()}
 
     def piece(place: Place, path: str) -> Piece:
-        its, name, shape = copies.piece(place, path), names[place, path], slots[path].shape
+        its, name, slot = copies.piece(place, path), names[place, path], slots[path]
         if name not in found:
             return its
-        # One vector of several dtypes has the widest of them.
-        want = its.shape_alone(shape)
-        is_wider = its.owners.axis is not None and not its.owners.has_rows
-        array = _fitting(
-            name, _one_value(found[name], arrays), its.array, want, slots[path].dtype if is_wider else None
-        )
+        is_vector = its.owners.axis is not None and not its.owners.has_rows  # of several dtypes it has the widest
+        array, dtype = _one_value(found[name], arrays), slot.dtype if is_vector else None
+        array = _fitting(name, array, its.array, its.shape_alone(slot.shape), dtype)
         return Piece(array, Owners((path,), place, None, (), False), 0)
 
     def shared(entries: Entries) -> Any:
