@@ -329,7 +329,7 @@ def test_the_loss_beside_each_path():
     step = of(a=lambda m, x: m["a"] * 0.9, b=lambda m, x: m["b"] - x)
     got = tp.moved(step, loss=lambda m: jnp.sum(m["b"] * m["c"]))(FOUR, X)
     assert str(got).splitlines()[-5:] == [
-        "2 slots, 6 elements, 24 bytes; 6 elements frozen",
+        "frozen   6 elements in 2 arrays, 24 B",
         "a: moved, and the loss does not reach it (weight decay?)",
         "c: not moved, but the loss reaches it (frozen?)",
         "b: moved, and the loss reaches it",

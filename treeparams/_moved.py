@@ -35,10 +35,11 @@ def moved(
     ...     updates, state = tx.update(jax.grad(loss)(model), state, model)
     ...     return optax.apply_updates(model, updates), state
     >>> print(tp.moved(step, loss=loss)(model, tx.init(model)))
-    path     key         row  offset  size  tied to
-    encoder  float32[2]    0       0     2
-    head     float32[2]    1       2     2
-    2 slots, 4 elements, 16 bytes
+    path     shape  dtype    elements  bytes  role
+    encoder  2      float32         2    8 B  trained
+    head     2      float32         2    8 B  trained
+    <BLANKLINE>
+    trained  4 elements in 2 arrays, 16 B
     encoder: moved, and the loss does not reach it (weight decay?)
     head: moved, and the loss reaches it
 

@@ -1,76 +1,16 @@
 """summary: lists the arrays of a model, which of them train, their sizes and their ties."""
 
 import itertools
-import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax.tree_util as jtu
 
 from ._forms.restructure import Restructure, known_leaves
-from ._slots.index import Index, no_arrays
+from ._slots.index import Summary, joined_rows, summary_of
 from ._slots.layout import Layout, Trainable, check_is_model, look_up
 from ._tree.paths import join_path, split_path
 from ._tree.recognise import structure_of
-from ._tree.text import Table, as_html, as_text, count_of, first_few, in_bytes
+from ._tree.text import count_of
 from ._tree.types import PyTree
-
-_HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "place", "tied to")
-_NUMBERS = (3, 4)  # columns that are aligned to the right
-_OPTIONAL = (6, 7)  # columns that are left out where there is nothing in them
-_ROLES = ("trained", "frozen", "other")
-
-
-class _Row(NamedTuple):
-    """One array of a model (a tied parameter once); or several arrays in one row, those below a node or of one role."""
-
-    path: str
-    shape: tuple[int, ...] | None  # none of several arrays
-    dtype: str
-    arrays: int
-    elements: int
-    nbytes: int
-    role: str  # "trained", "frozen", or "other" of arrays that are no parameters
-    place: str  # in the form that a `Restructure` is of
-    tied_to: str
-
-    def cells(self) -> list[str]:
-        """Returns the row as text, in the order of the header."""
-        shape = f"{self.arrays} arrays" if self.shape is None else ",".join(map(str, self.shape)) or "()"
-        sizes = f"{self.elements:,}", in_bytes(self.nbytes)
-        return [self.path or '""', shape, self.dtype, *sizes, self.role, self.place, self.tied_to]
-
-
-class Summary:
-    """A table of a model's arrays, made by `tp.summary`. It prints as text, and as a table in a notebook.
-
-    Attributes:
-        rows: one row per array (a tied parameter once), in tree order.
-        totals: one row per role, `"trained"`, `"frozen"` and `"other"`, with `.arrays`, `.elements` and `.nbytes`.
-    """
-
-    def __init__(self, rows: Sequence[_Row], shown: Sequence[_Row], notes: Mapping[str, str]) -> None:
-        """Used by this library; write `tp.summary(model)`."""
-        self.rows = tuple(rows)
-        self.totals = {role: _joined_rows(role, [row for row in rows if row.role == role]) for role in _ROLES}
-        # A role that no array has is worth no column and no line. But if nothing is trained, that is worth one.
-        cells = [_HEADER, *(row.cells() for row in shown)]
-        empty = [i for i in _OPTIONAL if not any(row[i] for row in cells[1:])]
-        header, *lines = [[cell for i, cell in enumerate(row) if i not in empty] for row in cells]
-        below = []
-        for role, total in self.totals.items():
-            if total.arrays or role == "trained":
-                counts = ((total.elements, "element"), (total.arrays, "array"))
-                words = " in ".join(f"{count:,} {noun}{'s' if count != 1 else ''}" for count, noun in counts)
-                below.append([role, f"{words}, {in_bytes(total.nbytes)}"])
-        below += [[word, text] for word, text in notes.items() if text]
-        self._blocks = [Table(header, lines, right=_NUMBERS), "", Table(below[0], below[1:])]
-
-    def __repr__(self) -> str:
-        return as_text(self._blocks)
-
-    def _repr_html_(self) -> str:
-        return as_html(self._blocks)
 
 
 def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = None) -> Summary:
@@ -153,53 +93,16 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
         leaves, _, structure = structure_of(model)
         check_is_model(leaves, structure)
         index, places = look_up(structure, trainable, leaves)[1], {}
-    structure, rows = index.structure, []
-    for i, (path, spec) in enumerate(zip(structure.paths, structure.specs, strict=True)):
-        if spec is not None and (i not in index.sources if spec.parameter else structure.first[i] == i):
-            sizes = 1, math.prod(spec.shape), math.prod(spec.shape) * spec.dtype.itemsize
-            is_trained = i in index.by_leaf and i not in structure.refs
-            role = "trained" if is_trained else "frozen" if spec.parameter else "other"
-            rows.append(
-                _Row(path, spec.shape, str(spec.dtype), *sizes, role, places.get(path, ""), index.tied_to.get(path, ""))
-            )
-    shown = rows
+    known = summary_of(index, places)
+    rows, shown = known.rows, known.rows
     if depth is not None:
         count_of("depth", depth, "entries")
         shown = [
-            _joined_rows(path, list(members))
+            joined_rows(path, list(members))
             for path, members in itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
         ]
-    notes = {"narrow": _of_narrow(index, rows), "no arrays": no_arrays(structure)}
+    notes = dict(known.notes)
     has_more = lambda node: hasattr(type(node), "summary_notes")  # as a state of an optimiser has
     for node in filter(has_more, jtu.tree_leaves(model, is_leaf=has_more)):
         notes |= node.summary_notes()
     return Summary(rows, shown, notes)
-
-
-def _of_narrow(index: Index, rows: Sequence[_Row]) -> str:
-    """Describes the trained parameters with less than single precision, if there are any."""
-    paths = {index.slots[slot].path for slot in index.narrow_slots}
-    own = [row for row in rows if row.path in paths]
-    if not own:
-        return ""
-    dtypes = first_few(list(dict.fromkeys(row.dtype for row in own)))
-    return (
-        f"{sum(row.elements for row in own):,} trained in {dtypes}, where small steps round to zero; optim.master and "
-        "tp.Ema keep float32"
-    )
-
-
-def _joined_rows(path: str, rows: Sequence[_Row]) -> _Row:
-    """Joins several rows into one; a single row is returned as it is."""
-    if len(rows) == 1:
-        return rows[0]
-    roles = [row.role for row in rows]
-    role = roles[0] if len(set(roles)) == 1 else f"{roles.count('trained')} of {len(rows)} trained"
-    dtypes = dict.fromkeys(row.dtype for row in rows)
-    arrays, elements = sum(row.arrays for row in rows), sum(row.elements for row in rows)
-    nbytes = sum(row.nbytes for row in rows)
-    ties = first_few([row.tied_to for row in rows if row.tied_to])
-    return _Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
-
-
-Summary.__module__ = "treeparams.types"

@@ -6,8 +6,8 @@ optim     ModelTransformation, TrainableState; GroupsState, ScaledState, MasterS
 sharding  StepState
 """
 
+from ._slots.index import Summary as Summary
 from ._slots.layout import Trainable as Trainable
-from ._summary import Summary as Summary
 from ._tree.difference import Diff as Diff
 from .optim._groups import GroupsState as GroupsState, Report as Report
 from .optim._master import MasterState as MasterState

@@ -80,11 +80,17 @@ def test_no_slot_at_a_path():
 def test_it_prints_as_a_table():
     layout = tp.layout(tied(), freeze="b", ties=TIES)
     assert str(layout).splitlines() == [
-        "path  key           row  offset  size  tied to",
-        "a     float32[2,3]    0       0     6  c.0, d (transpose)",
-        "b     bfloat16[4]        frozen     4",
-        "1 slot, 6 elements, 24 bytes; 4 elements frozen",
+        "path  shape  dtype     elements  bytes  role     tied to",
+        "a     2,3    float32          6   24 B  trained  c.0, d (transpose)",
+        "b     4      bfloat16         4    8 B  frozen",
+        "c.1   2      int32            2    8 B  other",
+        "",
+        "trained  6 elements in 1 array, 24 B",
+        "frozen   4 elements in 1 array, 8 B",
+        "other    2 elements in 1 array, 8 B",
     ]
+    assert str(layout) == str(tp.summary(tied(), layout))
+    assert "[0:6]" in str(tp.ravel(tied(), layout)[1]) == str(tp.summary(tp.ravel(tied(), layout)[1]))
     assert repr(layout) == f"Layout(1 slot (a), 6 elements, float32; 1 frozen; digest {layout.digest})"
     assert "c.0, d (transpose)" in str(layout.freeze("**"))
     of_partial = str(tp.layout(tied(), ties={"d": ("a", functools.partial(jnp.reshape, shape=(3, 2)))}))
@@ -245,9 +251,9 @@ class Physics(eqx.Module):
 
 def test_a_table_names_what_is_no_array():
     model = {"act": jnp.tanh, "net": Physics(np.ones(2, np.float32)), "name": "x"}
-    last = "not trained: net.nu (float), net.settings.rate (float), act (function), name (str)"
+    last = "no arrays  net.nu (float), net.settings.rate (float), act (function), name (str)"
     assert str(tp.layout(model)).splitlines()[-1] == last
-    assert str(pickle.loads(pickle.dumps(tp.layout({"w": ramp(1), "n": [3]})))).endswith("\nnot trained: n.0 (int)")
+    assert str(pickle.loads(pickle.dumps(tp.layout({"w": ramp(1), "n": [3]})))).endswith("\nno arrays  n.0 (int)")
     assert tp.layout({"w": ramp(1), "n": [3]}) == tp.layout({"w": ramp(1), "n": ["x"]})
 
 

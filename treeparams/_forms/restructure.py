@@ -1,10 +1,6 @@
 """The way back from a vector or stacks to the model, to single nodes of it, or to equal nodes as one.
 
-Nodes of one kind, such as the layers of a net, become one node whose arrays have a leading axis over them. All arrays
-are cut out of a form at once. If the nodes are stored in sequence, as the layers of a net are, in a vector and in
-stacks alike, they are cut as one block, reshaped, and cut along its second axis. So many layers need as few operations
-as few layers, forwards and backwards. (Cutting each leaf separately would be a strided slice, and the transpose of each
-slice a padded copy of the whole stack.)
+Nodes of one kind, such as layers, become one with a leading axis; stored in sequence, they are cut as one block.
 """
 
 import operator
@@ -18,14 +14,14 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Inexact
 
-from .._slots.index import Index
+from .._slots.index import Index, summary_of
 from .._slots.layout import Layout, slot_at
 from .._slots.match import read_slots, slot_gradients
 from .._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
 from .._slots.ties import Alias
 from .._slots.where import Where, name_of, nodes_in, subtreedefs
 from .._tree.static_keys import static_key
-from .._tree.text import quoted
+from .._tree.text import as_text, quoted
 from .._tree.types import PyTree
 from .block import cast, cut, cut_spans, join
 from .form import NOTHING, Form, stacks_of_arrays
@@ -234,7 +230,7 @@ def _alike_nodes(source: _Unbuilt, where: Where) -> _Alike:
     """Returns the nodes that a `where` matches, as one."""
     structure = source.index.structure
     spans = nodes_in(structure, where, are_alike=True)
-    # JAX sorts the keys of a dictionary as texts, `Block_10` before `Block_2`; layers run in the order of their numbers.
+    # JAX sorts the keys of a dictionary as texts, `Block_10` before `Block_2`; layers run in order of their numbers.
     if len({re.sub("[0-9]+", "0", span.path) for span in spans}) == 1:
         spans = sorted(spans, key=lambda span: [*map(int, re.findall("[0-9]+", span.path))])
     values: dict[int, Any] = {}
@@ -526,6 +522,10 @@ class Restructure(Generic[M]):
 
     def __repr__(self) -> str:
         return f"Restructure({self.layout!r}; {self._form.summary})"
+
+    def __str__(self) -> str:
+        index, _, places = known_leaves(self)
+        return as_text(summary_of(index, places).blocks)
 
 
 Restructure.__module__ = "treeparams"

@@ -14,7 +14,7 @@ from .._tree import memory
 from .._tree.difference import Difference, compare, spec_rows, tie_rows
 from .._tree.memory import AS_ARRAY, warn
 from .._tree.structure import Avals, Structure, getter
-from .._tree.text import Table, describe, first_few, quoted
+from .._tree.text import Table, as_html, as_text, describe, first_few, in_bytes, quoted
 from .._tree.types import PyTree, TreeDef, is_complex
 from .ties import Alias, declared_frozen, followers
 from .where import Where, name_of, select
@@ -229,20 +229,104 @@ class Index:
 # -- In words ----------------------------------------------------------------------------------------------------------
 
 
-def table_of(index: Index) -> list[Table | str]:
-    """Returns the table of the parameters, and the lines below it."""
-    slots, frozen, tied_to = index.slots, index.frozen, index.tied_to
-    rows = [_row_of_table(slot, str(slot.row), f"{slot.offset:,}", tied_to) for slot in slots]
-    rows += [_row_of_table(slot, "", "frozen", tied_to) for slot in frozen]
-    table = Table(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
-    total = f"{count(len(slots), 'slot')}, {count(index.size, 'element')}, {index.nbytes:,} bytes"
-    held = f"; {count(sum(slot.size for slot in frozen), 'element')} frozen" if frozen else ""
-    others = no_arrays(index.structure)
-    return [table, total + held, *([f"not trained: {others}"] if others else [])]
+_HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "place", "tied to")
+_NUMBERS = (3, 4)  # columns that are aligned to the right
+_OPTIONAL = (6, 7)  # columns that are left out where there is nothing in them
+_ROLES = ("trained", "frozen", "other")
 
 
-def _row_of_table(slot: Slot, row: str, offset: str, tied_to: Mapping[str, str]) -> list[str]:
-    return [slot.path or '""', slot.key, row, offset, f"{slot.size:,}", tied_to.get(slot.path, "")]
+class _Row(NamedTuple):
+    """One array of a model (a tied parameter once); or several arrays in one row, those below a node or of one role."""
+
+    path: str
+    shape: tuple[int, ...] | None  # none of several arrays
+    dtype: str
+    arrays: int
+    elements: int
+    nbytes: int
+    role: str  # "trained", "frozen", or "other" of arrays that are no parameters
+    place: str  # in the form that a `Restructure` is of
+    tied_to: str
+
+    def cells(self) -> list[str]:
+        """Returns the row as text, in the order of the header."""
+        shape = f"{self.arrays} arrays" if self.shape is None else ",".join(map(str, self.shape)) or "()"
+        sizes = f"{self.elements:,}", in_bytes(self.nbytes)
+        return [self.path or '""', shape, self.dtype, *sizes, self.role, self.place, self.tied_to]
+
+
+class Summary:
+    """A table of a model's arrays, made by `tp.summary`. It prints as text, and as a table in a notebook.
+
+    Attributes:
+        rows: one row per array (a tied parameter once), in tree order.
+        totals: one row per role, `"trained"`, `"frozen"` and `"other"`, with `.arrays`, `.elements` and `.nbytes`.
+    """
+
+    def __init__(self, rows: Sequence[_Row], shown: Sequence[_Row], notes: Mapping[str, str]) -> None:
+        """Used by this library; write `tp.summary(model)`."""
+        self.rows, self.notes = tuple(rows), notes
+        self.totals = {role: joined_rows(role, [row for row in rows if row.role == role]) for role in _ROLES}
+        # A role that no array has is worth no column and no line. But if nothing is trained, that is worth one.
+        cells = [_HEADER, *(row.cells() for row in shown)]
+        empty = [i for i in _OPTIONAL if not any(row[i] for row in cells[1:])]
+        header, *lines = [[cell for i, cell in enumerate(row) if i not in empty] for row in cells]
+        below = []
+        for role, total in self.totals.items():
+            if total.arrays or role == "trained":
+                counts = ((total.elements, "element"), (total.arrays, "array"))
+                words = " in ".join(f"{count:,} {noun}{'s' if count != 1 else ''}" for count, noun in counts)
+                below.append([role, f"{words}, {in_bytes(total.nbytes)}"])
+        below += [[word, text] for word, text in notes.items() if text]
+        self.blocks: list[Table | str] = [Table(header, lines, right=_NUMBERS), "", Table(below[0], below[1:])]
+
+    def __repr__(self) -> str:
+        return as_text(self.blocks)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.blocks)
+
+
+Summary.__module__ = "treeparams.types"
+
+
+def summary_of(index: Index, places: Mapping[str, str] | None = None) -> Summary:
+    """Returns the table of a model's arrays; `places` are those of the parameters in a form."""
+    structure, rows = index.structure, list[_Row]()
+    for i, (path, spec) in enumerate(zip(structure.paths, structure.specs, strict=True)):
+        if spec is not None and (i not in index.sources if spec.parameter else structure.first[i] == i):
+            sizes = 1, math.prod(spec.shape), math.prod(spec.shape) * spec.dtype.itemsize
+            is_trained = i in index.by_leaf and i not in structure.refs
+            role = "trained" if is_trained else "frozen" if spec.parameter else "other"
+            place, tied_to = (places or {}).get(path, ""), index.tied_to.get(path, "")
+            rows.append(_Row(path, spec.shape, str(spec.dtype), *sizes, role, place, tied_to))
+    return Summary(rows, rows, {"narrow": _of_narrow(index, rows), "no arrays": no_arrays(structure)})
+
+
+def _of_narrow(index: Index, rows: Sequence[_Row]) -> str:
+    """Describes the trained parameters with less than single precision, if there are any."""
+    paths = {index.slots[slot].path for slot in index.narrow_slots}
+    own = [row for row in rows if row.path in paths]
+    if not own:
+        return ""
+    dtypes = first_few(list(dict.fromkeys(row.dtype for row in own)))
+    return (
+        f"{sum(row.elements for row in own):,} trained in {dtypes}, where small steps round to zero; optim.master and "
+        "tp.Ema keep float32"
+    )
+
+
+def joined_rows(path: str, rows: Sequence[_Row]) -> _Row:
+    """Joins several rows into one; a single row is returned as it is."""
+    if len(rows) == 1:
+        return rows[0]
+    roles = [row.role for row in rows]
+    role = roles[0] if len(set(roles)) == 1 else f"{roles.count('trained')} of {len(rows)} trained"
+    dtypes = dict.fromkeys(row.dtype for row in rows)
+    arrays, elements = sum(row.arrays for row in rows), sum(row.elements for row in rows)
+    nbytes = sum(row.nbytes for row in rows)
+    ties = first_few([row.tied_to for row in rows if row.tied_to])
+    return _Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
 
 
 def count(number: int, noun: str) -> str:

@@ -23,7 +23,7 @@ from .._tree.structure import Structure
 from .._tree.text import Table, as_html, as_text, describe, first_few, first_lines
 from .._tree.types import PyTree, common_dtype
 from .accidents import warn_of_accidents, warn_of_parted_ties
-from .index import Index, Slot, count, differences, digest_of, refuse_refs, table_of, warn_of_floats
+from .index import Index, Slot, count, differences, digest_of, refuse_refs, summary_of, warn_of_floats
 from .ties import Alias, Said, change, choose, find_ties, followers, settle
 from .where import Where, select
 
@@ -37,10 +37,11 @@ class Layout:
     >>> import equinox as eqx, jax, treeparams as tp
     >>> layout = tp.layout(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
     >>> print(layout)
-    path    key           row  offset  size  tied to
-    weight  float32[2,3]    0       0     6
-    bias    float32[2]      0       6     2
-    2 slots, 8 elements, 32 bytes
+    path    shape  dtype    elements  bytes  role
+    weight  2,3    float32         6   24 B  trained
+    bias    2      float32         2    8 B  trained
+    <BLANKLINE>
+    trained  8 elements in 2 arrays, 32 B
     >>> layout["bias"].offset, layout.freeze("weight").paths
     (6, ('bias',))
     """
@@ -263,7 +264,7 @@ class Layout:
         return as_html(self._blocks())
 
     def _blocks(self) -> list[Table | str]:
-        return [*table_of(self._index), *self._notes]
+        return [*summary_of(self._index).blocks, *self._notes]
 
 
 Layout.__module__ = "treeparams"
@@ -374,9 +375,10 @@ def layout(
 
     >>> codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.ones((3, 2))}
     >>> print(tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)}))
-    path     key           row  offset  size  tied to
-    encoder  float32[2,3]    0       0     6  decoder (transpose)
-    1 slot, 6 elements, 24 bytes
+    path     shape  dtype    elements  bytes  role     tied to
+    encoder  2,3    float32         6   24 B  trained  decoder (transpose)
+    <BLANKLINE>
+    trained  6 elements in 1 array, 24 B
 
     **Inside `jax.jit`, `vmap`, `scan`, `equinox.filter_jit` and the like, a model passed as an argument has lost its
     ties by identity**: JAX passes a separate tracer for each leaf. Make the layout outside and pass it in. It is

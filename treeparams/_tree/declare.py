@@ -67,10 +67,12 @@ else:
         ...     encoder: jax.Array
         ...     decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
         >>> print(tp.layout(Codec(jnp.zeros(3), jnp.ones((2, 3)), jnp.ones((3, 2)))))
-        path     key           row  offset  size  tied to
-        encoder  float32[2,3]    0       0     6  decoder (transpose)
-        mean     float32[3]         frozen     3
-        1 slot, 6 elements, 24 bytes; 3 elements frozen
+        path     shape  dtype    elements  bytes  role     tied to
+        mean     3      float32         3   12 B  frozen
+        encoder  2,3    float32         6   24 B  trained  decoder (transpose)
+        <BLANKLINE>
+        trained  6 elements in 1 array, 24 B
+        frozen   3 elements in 1 array, 12 B
 
         The declaration is stored in the field's metadata, so it works with `converter=`, `static=`, defaults and
         inheritance (a subclass that redefines the field decides anew). In a plain dataclass that is a pytree, write

@@ -303,15 +303,17 @@ def lora(
     >>> mlp = eqx.nn.MLP(4, 2, 8, depth=1, key=jax.random.key(0))
     >>> model = matrices.lora(mlp, "layers.0", 2, key=jax.random.key(1))
     >>> print(tp.layout(model))
-    path                  key           row  offset  size  tied to
-    layers.0.weight.a     float32[8,2]    0       0    16
-    layers.0.weight.b     float32[2,4]    0      16     8
-    layers.0.bias         float32[8]      0      24     8
-    layers.1.weight       float32[2,8]    0      32    16
-    layers.1.bias         float32[2]      0      48     2
-    layers.0.weight.base  float32[8,4]       frozen    32
-    5 slots, 50 elements, 200 bytes; 32 elements frozen
-    not trained: activation (function), final_activation (function)
+    path                  shape  dtype    elements  bytes  role
+    layers.0.weight.base  8,4    float32        32  128 B  frozen
+    layers.0.weight.a     8,2    float32        16   64 B  trained
+    layers.0.weight.b     2,4    float32         8   32 B  trained
+    layers.0.bias         8      float32         8   32 B  trained
+    layers.1.weight       2,8    float32        16   64 B  trained
+    layers.1.bias         2      float32         2    8 B  trained
+    <BLANKLINE>
+    trained    50 elements in 5 arrays, 200 B
+    frozen     32 elements in 1 array, 128 B
+    no arrays  activation (function), final_activation (function)
 
     At first the model computes the same. (This does not hold for an embedding, which looks up rows and multiplies
     nothing: leave it out.) Inside a plain `jax.jit` ties are not known. To train the factors alone, pass

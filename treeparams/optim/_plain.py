@@ -3,7 +3,7 @@
 An array of a state has a name of two parts: the parameter that it belongs to, if it belongs to one, and the entries of
 its path without the parameter's own. Programs freeze and group parameters by wrappers, which put more entries into
 these. So the arrays of a parameter are matched by their entries without wrappers, in order, and arrays that parameters
-share, such as step counts, by the wrappers in which their parameters were found to be (`_matched`).
+share, such as step counts, by the wrappers in which their parameters were found to be (`_sources_of`).
 """
 
 import collections
@@ -98,7 +98,7 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
     index, own, shapes = index_of(fresh.layout), _own_names(history), history.copies.shapes
     theirs = _of(_their_names(index, own, given), shapes)
     empty = {quote(group.name) for group in groups_in(fresh.runs) if not group.paths}
-    found = _matched(own, theirs, [name for name in own if not empty.isdisjoint(name[0])])
+    found = _sources_of(own, theirs, [name for name in own if not empty.isdisjoint(name[0])])
     arrays = {name: _one_of(index, given, theirs[name]) for its in found.values() for name in its}
     run = jtu.tree_unflatten(jtu.tree_structure(fresh.runs[0]), _arrays_for(history, own, found, arrays))
     steps = [np.max(array) for (entries, path), array in arrays.items() if path is None and entries[-1:] in _COUNTS]
@@ -153,12 +153,12 @@ def to_optax(tx: object, state: PyTree, like: PyTree) -> PyTree:
             wanted = {name: its for name, its in wanted.items() if name[1] is not None}
             own = {name: place for name, place in own.items() if place is not None}
         arrays = {name: _own_array(history, name, place) for name, place in own.items()}
-        for name, sources in _matched(wanted, own).items():
-            array = _same(sources, arrays)
+        for name, sources in _sources_of(wanted, own).items():
+            array = _one_value(sources, arrays)
             for entries, alias in wanted[name].items():
                 there = alias.value_from(array, index.structure.spec(alias.source)) if alias else array
                 want = found[entries]
-                found[entries] = _checked(name, in_dtype(there, want.dtype), want, want.shape)
+                found[entries] = _fitting(name, in_dtype(there, want.dtype), want, want.shape)
     return in_own_buffers(jtu.tree_unflatten(jtu.tree_structure(fresh), found.values()))
 
 
@@ -203,10 +203,10 @@ def _their_names(index: Index, own: Mapping[Name, Place | None], given: Iterable
             if is_known or (leaf not in index.by_leaf and stop > start and not after and _bare(entries) not in common):
                 best = max(best, (stop - start, after != (), start))
         length, _, start = best
-        leaf = leaves[entries[start : start + length]] if length >= 0 else None
-        if leaf is None:
+        if length < 0:
             names[entries, None][entries] = None
         else:
+            leaf = leaves[entries[start : start + length]]
             source = index.sources.get(leaf, leaf)
             alias = next((each for each in index.aliases.get(source, ()) if each.leaf == leaf), Alias(leaf, leaf, ()))
             names[entries[:start] + entries[start + length :], paths[source]][entries] = alias
@@ -237,7 +237,7 @@ def _of(names: Mapping[Name, Places], paths: Container[object]) -> dict[Name, Pl
 # -- Matching ----------------------------------------------------------------------------------------------------------
 
 
-def _matched(
+def _sources_of(
     wanted: Collection[Name], have: Collection[Name], optional: Collection[Name] = ()
 ) -> dict[Name, list[Name]]:
     """Returns, for each array that is wanted, those of the other state that it comes from; several must be equal."""
@@ -325,23 +325,22 @@ def _arrays_for(
     names = {(place, name[1]): name for name, place in own.items()}
 
     def piece(place: Place, path: str) -> Piece:
-        its, name, shape = copies.piece(place, path), names[place, path], slots[path].shape
+        its, name, slot = copies.piece(place, path), names[place, path], slots[path]
         if name not in found:
             return its
-        # One vector of several dtypes has the widest of them.
-        want = its.shape_alone(shape)
-        is_wider = its.owners.axis is not None and not its.owners.has_rows
-        array = _checked(name, _same(found[name], arrays), its.array, want, slots[path].dtype if is_wider else None)
+        is_vector = its.owners.axis is not None and not its.owners.has_rows  # of several dtypes it has the widest
+        array, dtype = _one_value(found[name], arrays), slot.dtype if is_vector else None
+        array = _fitting(name, array, its.array, its.shape_alone(slot.shape), dtype)
         return Piece(array, Owners((path,), place, None, (), False), 0)
 
     def shared(entries: Entries) -> Any:
         its, like = found.get((entries, None)), copies.shared(entries)
-        return _checked((entries, None), _same(its, arrays), like, like.shape) if its else like
+        return _fitting((entries, None), _one_value(its, arrays), like, like.shape) if its else like
 
     return joined(copies, piece, shared)
 
 
-def _same(names: Sequence[Name], arrays: Mapping[Name, Any]) -> Any:
+def _one_value(names: Sequence[Name], arrays: Mapping[Name, Any]) -> Any:
     """Returns the array of these names, which must be equal."""
     first, *others = names
     for other in others:
@@ -371,7 +370,7 @@ def _one_of(index: Index, given: Mapping[Entries, Any], places: Places) -> Any:
     return array
 
 
-def _checked(name: Name, array: Any, like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
+def _fitting(name: Name, array: Any, like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
     """Returns the array, of this shape, and of the dtype of another one or of this one."""
     if (array.shape, True) != (shape, array.dtype in (like.dtype, dtype)):
         raise ValueError(
