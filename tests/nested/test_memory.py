@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import nested
-from treeparams.nested import _kernel
+from treeparams.nested import _jacobian
 
 from ..matrices.zoo import equations
 from ..zoo import assert_close, enable_x64, first_devices, ramp
@@ -37,7 +37,7 @@ def arrays(f, *args):
 @pytest.mark.parametrize("chunk", [None, 8, 5])
 @pytest.mark.parametrize(("f", "outputs"), [(single, 1), (several, 2)])
 def test_a_kernel_holds_no_jacobian(f, outputs, chunk, others, monkeypatch):
-    monkeypatch.setattr(_kernel, "_ALL", 32 * outputs * 4000 - 1)
+    monkeypatch.setattr(_jacobian, "_ALL", 32 * outputs * 4000 - 1)
     of = lambda model, xs: nested.kernel(f, chunk=chunk)(model, xs, xs if others else None)
     largest = (chunk or 32) * 2000
     assert (35 * outputs) ** 2 < largest  # the result, with what fills up chunks

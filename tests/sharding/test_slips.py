@@ -176,7 +176,7 @@ SLIPS = {
     "a form that is none": (lambda t: sharding.plan(NET, mesh_of(), SPLIT, form="flat"), "form must be.*got 'flat'"),
     "an option that is none": (
         lambda t: sharding.make_step(of_net, ADAM, t.plan, loss_is="mean"),
-        "no option 'loss_is'. Write a loss of the whole batch.*has_aux",
+        "sharding.make_step has no argument 'loss_is'.*has_aux=..., has_state=...",
     ),
     "pieces that cannot be shared": (
         lambda t: sharding.make_step(of_net, ADAM, t.plan, microbatches=3)[1](t.params, t.state, X, X),

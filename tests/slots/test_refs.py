@@ -64,7 +64,7 @@ def test_a_frozen_ref_is_left_alone(name):
     model = with_refs()
     layout = WAYS[name](model)
     assert layout.paths == ("w",)
-    assert "mean  float32[3]       frozen     3" in str(layout)
+    assert "mean   3      float32         3   12 B  frozen" in str(layout)
     params, rest = tp.partition(model, layout)
     vector, restructure = tp.ravel(model, layout)
     made = [tp.combine(params, rest), restructure(vector), tp.maptrainable(jnp.sin, model, trainable=layout)]

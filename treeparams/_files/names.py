@@ -154,7 +154,7 @@ def spelt_as(known: Collection[str], given: Names) -> Names:
 def with_ties(known: Names, given: Names) -> Names:
     """Returns the same arrays under the known names, each under all names of its tie.
 
-    What is kept for parameters has each tie once, under one of its names.
+    A moment or an average has each tie once, under one of its names.
     """
     given = spelt_as(known.specs, given)
     there = {known.aliases.get(name, name): name for name in reversed([*given.specs])}

@@ -1,4 +1,4 @@
-"""What is said of parameters: which are tied, and which are trained.
+"""Which parameters are tied, and which are trained.
 
 A tie has a *source*, whose array is the parameter, and *aliases*, which hold that array or a fixed linear function of
 it, which can be recognised again in other processes. Ties are found by identity among the array objects, declared on

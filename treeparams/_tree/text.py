@@ -285,7 +285,7 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unknown_argument(name: str, known: Collection[str], given: Mapping[str, object]) -> str:
-    """Returns words for the first argument that a function does not have, and for what is meant; empty for none."""
+    """Returns words for the first argument that a function does not have, with a nearer one; empty for none."""
     for other in given.keys() - known:
         meant = next((each for each, words in _MEANT.items() if each in known and other in words.split()), "")
         if given[other] == "zeros" and "missing" in known:

@@ -7,7 +7,7 @@ matrix sums up to more than one. Where a row sums up to zero no element comes, a
 moves elements of whole arrays that nothing else uses, this holds for any of their shapes. For other functions the
 matrix and its transpose, applied to ones, give the sums.
 
-Casts within the function are left out, so that what belongs to the parameters keeps its digits.
+Casts within the function are left out, so that moments keep their digits.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class Movers:
     Attributes:
         source: the names and specs of the plan's source.
         strict: whether names that the source does not have are errors.
-        comes: what comes to each path.
+        comes: the source of each path.
         used: the names that come somewhere.
     """
 
@@ -209,7 +209,7 @@ class _Linear(Walk[Any]):
     """Applies a program that is affine in its parameters; other values are constants.
 
     Without a dtype there are no arrays in place of the parameters, and the program is only read. If it is to be exact,
-    factors are zero and one, and zeros stand for the constants that are added.
+    factors are zero and one, and a zero is the place of each constant that is added.
     """
 
     def __init__(self, dtype: Any = None, is_exact: bool = False) -> None:

@@ -194,7 +194,7 @@ class _History:
         return dataclasses.replace(made, groups=self._groups(made, at)) if isinstance(made, GroupsState) else made
 
     def _groups(self, node: GroupsState, at: Entries) -> tuple[Group, ...]:
-        """Returns the groups of a node, each with what the rules see of the history: its parameters or its stacks."""
+        """Returns the groups of a node, each with the parameters or the stacks of the history that its rule sees."""
         found = list[Group]()
         for group in node.groups:
             head = *at, "inner_states", quote(group.name)

@@ -5,7 +5,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from .._files.arrays import Like, inventory_of, kind_of, placed_in_turn
+import numpy as np
+
+from .._files.arrays import Like, inventory_of, kind_of, placed, placed_in_turn
 from .._files.file import PREFIX, Draft, File, file_at
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
@@ -220,6 +222,11 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
 def fitted(contents: Contents, file: File) -> dict[str, int]:
     """Returns the leaves by their names in a file and gives the tree its ties; raises an error if they differ."""
     leaves = leaves_in(contents, file)
+    for path in contents.states:
+        name = name_of(f"{path}.still" if path else "still")
+        if name in leaves and name not in file.specs:  # saved before there were counts of lost steps
+            i = leaves.pop(name)
+            contents.leaves[i] = placed(name, np.zeros(*contents.spec(i)[:2]), contents.leaves[i])
     marks, paths = file.words.get("unkeyed"), contents.structure.paths
     there = itertools.chain(file.specs, file.words["ties"], file.words["values"])
     pairs = ((name, paths[leaves[name]] if name in leaves else name) for name in there)

@@ -259,7 +259,7 @@ def spec_of(entries: Sequence[Any]) -> PartitionSpec:
 def _axes_as_text(spec: PartitionSpec) -> str:
     """Formats a spec in the same way for all versions of JAX.
 
-    >>> as_text(PartitionSpec(None, "data"))
+    >>> _axes_as_text(PartitionSpec(None, "data"))
     "P(None, 'data')"
     """
     return f"P({', '.join(map(repr, spec))})"

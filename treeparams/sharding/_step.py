@@ -3,13 +3,11 @@
 import concurrent.futures
 import dataclasses
 import difflib
-import functools
 import hashlib
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -127,27 +125,6 @@ def _value(leaf: Any) -> str:
     return f"{describe(array)} values {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _with_known_options(make: Callable[P, T]) -> Callable[P, T]:
-    """Answers an option that a function does not have by those that it has."""
-
-    @functools.wraps(make)
-    def called(*args: P.args, **options: P.kwargs) -> T:
-        known = list(inspect.signature(make).parameters)
-        for name in options.keys() - set(known):
-            raise TypeError(
-                f"sharding.make_step has no option {name!r}. Write a loss of the whole batch; the options are "
-                f"{', '.join(known[3:])}"
-            )
-        return make(*args, **options)
-
-    return called
-
-
-@_with_known_options
 def make_step(
     loss: Callable[..., Any],
     tx: Any,
