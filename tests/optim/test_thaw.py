@@ -312,7 +312,7 @@ def test_fresh_leaves_have_fresh_hyperparameters_in_their_dtype(form):
     tx = form(rule, "low")
     fresh, single = tx.init(model), form(rule, "single").init(model)
     both = optim.set_trainable(tx, fresh, model).hyperparams
-    assert_same(both, form(rule).init(model).hyperparams)  # b2 is 0.999; in bfloat16, 1
+    assert_same(both, single.hyperparams)  # b2 is 0.999; in bfloat16, 1
     adjusted = optim.adjust(fresh, learning_rate=0.25)
     assert_same(optim.set_trainable(tx, adjusted, model).hyperparams, both | {"learning_rate": jnp.array(0.25)})
     assert_same(optim.set_trainable(tx, adjusted, model, "single", reset=True), single)  # all of it begins anew
