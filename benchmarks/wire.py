@@ -29,7 +29,7 @@ import safetensors.flax
 
 import treeparams as tp
 from treeparams import saving
-from treeparams._files import change
+from treeparams._files import message
 
 from ._harness import Case, Scale, Table, Verdict, as_ratios, in_time, sweep
 
@@ -184,7 +184,7 @@ def _encodings(elements: int, scale: Scale) -> Table:
             old, new = before.view(np.uint8), after.view(np.uint8)
 
             def ours(old: Any = old, new: Any = new, itemsize: int = itemsize) -> int:
-                rows = change.encode(old, new, itemsize)
+                rows = message._rows_of(old, new, itemsize)
                 return old.size if rows is None else rows.size
 
             def mask(before: Any = before, after: Any = after) -> int:
