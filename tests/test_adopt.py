@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 from .blocks import run
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "pages" / "how-to" / "adopt.md"
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.timeout(300)]  # a page is a whole program
 
 
 @pytest.fixture(scope="module")

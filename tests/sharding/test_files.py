@@ -12,7 +12,7 @@ from treeparams import optim, saving, sharding
 from ..nets import AUTO, EXPLICIT, mesh_of
 from ..zoo import enable_x64
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.timeout(200)]
 
 
 def model_of():

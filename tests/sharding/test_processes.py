@@ -15,6 +15,7 @@ import pytest
 
 from treeparams.sharding._step import agree
 
+pytestmark = pytest.mark.timeout(200)  # each process imports JAX and compiles
 PROGRAMS = pathlib.Path(__file__).with_name("_process_programs")
 
 
