@@ -15,16 +15,16 @@ import tokenize
 PACKAGE = pathlib.Path("treeparams")
 FOLDERS = ("optim", "saving", "_files", "sharding", "nested", "matrices")
 LIMITS = {
-    "lines of code, core": 7088,
+    "lines of code, core": 7087,
     "lines of code, _files": 1122,
     "lines of code, matrices": 768,
     "lines of code, nested": 672,
     "lines of code, optim": 2621,
-    "lines of code, saving": 2333,
+    "lines of code, saving": 2332,
     "lines of code, sharding": 1322,
-    "lines of code": 15926,
+    "lines of code": 15924,
     "files": 96,
-    "lines of the longest file": 593,
+    "lines of the longest file": 589,
     "names between files": 470,
     "names with one reader": 193,
     "names defined in several files": 25,

@@ -51,7 +51,7 @@ def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
         impl = jax.random.key_impl(leaf)
         if not isinstance(impl, str):
             raise ValueError(f"the key at {path!r} uses {impl}, which has no name; save its jax.random.key_data")
-        return Kind("U32", (*leaf.shape, *key_kind(impl)[1]), 4, {"key": impl})
+        return Kind("U32", (*leaf.shape, *_key_kind(impl)[1]), 4, {"key": impl})
     raise ValueError(f"{path!r} is of the dtype {leaf.dtype}, which the format cannot hold")
 
 
@@ -150,7 +150,7 @@ def decoded_kind(stored: Stored, mark: Mapping[str, str] | None) -> tuple[tuple[
     if not mark:
         return shape, _dtype_of(its)
     if "key" in mark:
-        dtype, words = key_kind(mark["key"])
+        dtype, words = _key_kind(mark["key"])
         if its != "U32" or shape[len(shape) - len(words) :] != words:
             raise ValueError(f"keys of {mark['key']} are not stored as {its} of shape {shape}")
         return shape[: len(shape) - len(words)], dtype
@@ -168,7 +168,7 @@ def _dtype_of(name: str) -> Any:
 
 
 @functools.cache
-def key_kind(impl: str) -> tuple[Any, tuple[int, ...]]:
+def _key_kind(impl: str) -> tuple[Any, tuple[int, ...]]:
     """Returns the dtype of keys of an implementation, and the shape of one key's words."""
     key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     return key.dtype, jax.eval_shape(jax.random.key_data, key).shape

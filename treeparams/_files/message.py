@@ -97,7 +97,7 @@ class Change(Message):
             raise ValueError(
                 f"the message changes {first_few(lacking)}, which you do not have{nearest(lacking[0], have)}"
             )
-        if checksum_of(kinds, {name: have[name] for name in names}) != since["checksum"]:
+        if _checksum_of(kinds, {name: have[name] for name in names}) != since["checksum"]:
             raise ValueError(
                 "the message is a change of other numbers than you have, or of other dtypes: it comes from another "
                 "sender, or from one that was restarted and counts from the same number. Ask for all arrays, "
@@ -142,10 +142,10 @@ def change_of(
             changed.append(name)
         else:
             same.append(name)
-    return inventory_of(sent), parts, {"checksum": checksum_of(kinds, before), "same": same, "changed": changed}
+    return inventory_of(sent), parts, {"checksum": _checksum_of(kinds, before), "same": same, "changed": changed}
 
 
-def checksum_of(kinds: Mapping[str, Kind], parts: Mapping[str, np.ndarray]) -> str:
+def _checksum_of(kinds: Mapping[str, Kind], parts: Mapping[str, np.ndarray]) -> str:
     """Returns a checksum of arrays with their names and dtypes, whatever their order."""
     lines = [f"{name} {kinds[name].dtype} {crc32(parts[name])}\n" for name in sorted(parts)]
     return hexadecimal([crc32("".join(lines).encode())])

@@ -141,10 +141,10 @@ def _opened(path: str) -> io.FileIO:
         file = open(path, "rb", buffering=0, opener=lambda path, given: os.open(path, given | flags))  # noqa: SIM115
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket
-            refuse_irregular(path, os.stat(path).st_mode)
+            _refuse_irregular(path, os.stat(path).st_mode)
         raise
     try:
-        refuse_irregular(path, os.fstat(file.fileno()).st_mode)
+        _refuse_irregular(path, os.fstat(file.fileno()).st_mode)
     except ValueError:
         file.close()
         raise
@@ -171,7 +171,7 @@ _IRREGULAR = {
 }
 
 
-def refuse_irregular(path: str, mode: int) -> None:
+def _refuse_irregular(path: str, mode: int) -> None:
     """Rejects a path that is not a regular file, by its mode; the system rejects a folder."""
     kind = _IRREGULAR.get(stat.S_IFMT(mode))
     if kind is not None:
@@ -186,7 +186,7 @@ def replacing(path: str) -> Iterator[io.BufferedWriter]:
     except OSError:  # there is nothing yet; or the folder is none, of which writing says more
         before = None
     else:
-        refuse_irregular(path, before.st_mode)
+        _refuse_irregular(path, before.st_mode)
     path = os.path.realpath(path)
     folder, name = os.path.split(path)
     # A killed process leaves its file behind, and the next one that writes to the same path removes it. So the name

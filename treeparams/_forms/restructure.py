@@ -4,7 +4,6 @@ Nodes of one kind, such as layers, become one with a leading axis; stored in seq
 """
 
 import operator
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -230,9 +229,6 @@ def _alike_nodes(source: _Unbuilt, where: Where) -> _Alike:
     """Returns the nodes that a `where` matches, as one."""
     structure = source.index.structure
     spans = nodes_in(structure, where, are_alike=True)
-    # JAX sorts the keys of a dictionary as texts, `Block_10` before `Block_2`; layers run in order of their numbers.
-    if len({re.sub("[0-9]+", "0", span.path) for span in spans}) == 1:
-        spans = sorted(spans, key=lambda span: [*map(int, re.findall("[0-9]+", span.path))])
     values: dict[int, Any] = {}
     same: dict[int, _Location] = {}
     several: dict[int, tuple[_Location, ...]] = {}

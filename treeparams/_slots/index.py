@@ -300,7 +300,7 @@ def summary_of(index: Index, places: Mapping[str, str] | None = None) -> Summary
             role = "trained" if is_trained else "frozen" if spec.parameter else "other"
             place, tied_to = (places or {}).get(path, ""), index.tied_to.get(path, "")
             rows.append(_Row(path, spec.shape, str(spec.dtype), *sizes, role, place, tied_to))
-    return Summary(rows, rows, {"narrow": _of_narrow(index, rows), "no arrays": no_arrays(structure)})
+    return Summary(rows, rows, {"narrow": _of_narrow(index, rows), "no arrays": _no_arrays(structure)})
 
 
 def _of_narrow(index: Index, rows: Sequence[_Row]) -> str:
@@ -370,7 +370,7 @@ def _numbers(structure: Structure) -> list[int]:
     return [i for i, kind in enumerate(structure.values) if kind in _FLOATS]
 
 
-def no_arrays(structure: Structure) -> str:
+def _no_arrays(structure: Structure) -> str:
     """Describes the leaves that are not arrays; numbers come first, since they may be mistaken for parameters."""
     first = _numbers(structure)
     rest = [i for i, kind in enumerate(structure.values) if kind is not None and i not in first]

@@ -406,6 +406,9 @@ def _hint(structure: Structure, where: object) -> str:
 def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]:
     """Returns the outermost nodes, or leaves, that a `where` matches, in tree order; an error if they are not alike.
 
+    Alike nodes whose paths differ in numbers alone are in the order of these, `Block_2` before `Block_10`. JAX sorts
+    the keys of a dictionary as texts, and layers run in the order of their numbers.
+
     The result is remembered, except for functions, which may find others at the next call.
     """
 
@@ -454,7 +457,9 @@ def _check_alike(structure: Structure, where: Where, spans: list[_Span]) -> list
                 f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}. Select "
                 "nodes that are alike"
             )
-    return spans
+    if len({re.sub("[0-9]+", "0", span.path) for span in spans}) > 1:
+        return spans
+    return sorted(spans, key=lambda span: [*map(int, re.findall("[0-9]+", span.path))])
 
 
 def _means_the_node(structure: Structure, where: object, cls: type | None) -> bool:

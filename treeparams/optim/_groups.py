@@ -66,7 +66,7 @@ def entries_of(params: PyTree, wheres: Sequence[Where], *, is_whole: bool = Fals
     return {structure.paths[leaf]: number for leaf, number in found.items()}
 
 
-def check_entries(index: Index, keys: Keys, numbers: Mapping[str, int | None]) -> None:
+def _check_entries(index: Index, keys: Keys, numbers: Mapping[str, int | None]) -> None:
     """Checks entries in the whole model, and that each parameter has the entry that the rule found for it."""
     found = first_entries(index, keys.wheres)
     for leaf in index.positions:
@@ -291,7 +291,7 @@ def check_groups(state: PyTree, index: Index) -> None:
         if node.keys.wheres:
             count = len(node.keys.wheres)  # the default comes behind them
             numbers = {path: n if n < count else None for n, group in enumerate(node.groups) for path in group.paths}
-            check_entries(index, node.keys, numbers)
+            _check_entries(index, node.keys, numbers)
         check_groups(node.inner_states, index)
 
 

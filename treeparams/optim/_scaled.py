@@ -146,7 +146,7 @@ class _Scaled:
         by_parameter = state.keys.by_parameter or functools.partial(_by_path, updates if params is None else params)
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
         pairs = zip(leaves, _like(treedef, by_parameter(self.factors)), strict=True)
-        return treedef.unflatten([leaf if _is_nothing(leaf) else times(leaf, number) for leaf, number in pairs]), state
+        return treedef.unflatten([leaf if _is_nothing(leaf) else _times(leaf, number) for leaf, number in pairs]), state
 
 
 def _is_nothing(node: object) -> bool:
@@ -190,7 +190,7 @@ def check_names(state: PyTree, index: Index) -> None:
         first_entries(index, node.keys.wheres)
 
 
-def times(leaf: Any, factor: Any) -> Any:
+def _times(leaf: Any, factor: Any) -> Any:
     """Multiplies an update by a real number, in its own dtype; returns updates that are not floating unchanged."""
     is_one = isinstance(factor, np.ndarray) and not factor.shape and factor == 1
     if is_one or not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
@@ -263,7 +263,7 @@ def clip_by_global_norm(
             clipped=state.clipped + (is_finite & ~is_within).astype(state.clipped.dtype),
             nonfinite=state.nonfinite + (~is_finite).astype(state.nonfinite.dtype),
         )
-        return jax.tree.map(lambda leaf: times(leaf, scale), updates), counted
+        return jax.tree.map(lambda leaf: _times(leaf, scale), updates), counted
 
     return optax.GradientTransformationExtraArgs(init, update)
 

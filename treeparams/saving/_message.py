@@ -149,9 +149,9 @@ def _sent(model: Any, restructure: object) -> tuple[Inventory, dict[str, np.ndar
         leaves, words = stored_in(model, "write saving.dumps(model)")
         kinds = {name: kind_of(name, leaf) for name, leaf in leaves.items()}
         return inventory_of(kinds), {name: bytes_of(leaf) for name, leaf in leaves.items()}, words
-    layout, form = layout_and_form(restructure)
+    layout, form = _layout_and_form(restructure)
     nothing = {"ties": {}, "states": {}, "restructures": {}, "frozen": [], "values": {}}
-    return inventory(form), parts_of(form, model), {"layout": layout.digest, **nothing}
+    return _inventory(form), _bytes_of(form, model), {"layout": layout.digest, **nothing}
 
 
 def _before(
@@ -233,14 +233,14 @@ def _tree_of(received: Message, have: Any) -> Any:
 
 def _form_of(received: Message, have: Any, restructure: object) -> Any:
     """Returns the vector or the stacks that a message makes from others."""
-    (layout, form), said = layout_and_form(restructure), received.words["layout"]
+    (layout, form), said = _layout_and_form(restructure), received.words["layout"]
     if said != layout.digest:
         slots = Contents(tree_of(layout).shapes())
         leaves = {name: i for i, name in slots.names.items()}
         raise _of_another_layout(said, layout.digest, list(unlike_leaves(slots, leaves, received)))
     if received.since is not None:
-        received = Change(received.bytes, inventory(form).kinds, parts_of(form, have))
-    return form_from(form, received, have)
+        received = Change(received.bytes, _inventory(form).kinds, _bytes_of(form, have))
+    return _form_from(form, received, have)
 
 
 def _of_another_layout(sent: str, have: str, differ: list[str]) -> ValueError:
@@ -252,7 +252,7 @@ def _of_another_layout(sent: str, have: str, differ: list[str]) -> ValueError:
 # -- Parameters in a vector or in stacks ------------------------------------------------------------------------------
 
 
-def layout_and_form(restructure: object) -> tuple[Layout, Form]:
+def _layout_and_form(restructure: object) -> tuple[Layout, Form]:
     """Returns the layout of a `Restructure`, and the form that it opens."""
     if not isinstance(restructure, Restructure):
         raise TypeError(
@@ -263,7 +263,7 @@ def layout_and_form(restructure: object) -> tuple[Layout, Form]:
 
 
 @with_object
-def inventory(form: Form) -> Inventory:
+def _inventory(form: Form) -> Inventory:
     """Returns how the parameters in a form are stored, by name, each in its own dtype; senders often ask."""
     kinds = dict[str, Kind]()
     for slot, path in enumerate(form.paths):
@@ -273,7 +273,7 @@ def inventory(form: Form) -> Inventory:
     return inventory_of(kinds)
 
 
-def parts_of(form: Form, given: Any) -> dict[str, np.ndarray]:
+def _bytes_of(form: Form, given: Any) -> dict[str, np.ndarray]:
     """Returns the bytes of the parameters in a vector or stacks, each in its own dtype; without a copy if possible."""
     leaves, found = form.leaves(given), dict[str, np.ndarray]()
     for block, names, leaf in zip(form.blocks, _names(form), leaves, strict=True):
@@ -287,7 +287,7 @@ def parts_of(form: Form, given: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def form_from(form: Form, received: Message, like: Any) -> Any:
+def _form_from(form: Form, received: Message, like: Any) -> Any:
     """Makes a new vector or new stacks from the parameters in a message, placed like `like`."""
     leaves, wholes, buffers = form.leaves(like), list[np.ndarray](), dict[str, np.ndarray]()
     others = list[tuple[np.ndarray, np.ndarray]]()  # parameters in another dtype than their block has

@@ -3,7 +3,7 @@
 import functools
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import jax.tree_util as jtu
@@ -45,7 +45,7 @@ class Plan(Generic[M]):
         self._fit, self._strict = found, strict
         self.missing = tuple(contents.names[leaf] for leaf in found.missing)
         self.unused, self.disagrees = tuple(found.unused), found.disagrees
-        self.rows = rows_of(contents, found)
+        self.rows = _rows(contents, found)
 
     def __call__(self, arrays: Any) -> M:
         """Returns the model with these arrays in it.
@@ -177,10 +177,39 @@ class Plan(Generic[M]):
 
     def problems(self) -> list[str]:
         """Returns all problems, one line each."""
-        return problems(self._contents, self._source, self._fit)
+        contents, source, found = self._contents, self._source, self._fit
+        heads = heads_of([contents.names[leaf] for leaf in found.missing], source.specs)
+        if heads:
+            call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
+            return [f"the source has such a model below {quoted(heads)}; to load one, write {call}"]
+        paths = [contents.short_names[leaf] for leaf in found.missing]
+        few = len(paths) * len(found.unused) < 1000  # the nearest of many takes long to find
+        unused, missing = (found.unused, paths) if few else ((), ())
+        return [
+            *(f"{path!r} is missing: nothing comes to it{nearest(path, unused)}" for path in paths),
+            *(
+                f"{name!r} is unused: no array is at {to or name!r}{nearest(to or name, missing)}"
+                for name, to in found.unused.items()
+            ),
+            *found.disagrees,
+        ]
 
     def _blocks(self) -> list[Table | str]:
-        return [*blocks(self._contents, self._fit, self.rows), *self.problems()]
+        """Returns the table, a line with the number of arrays that come from the source, and all problems."""
+        contents, found = self._contents, self._fit
+        why = dict.fromkeys(found.missing, "missing") | dict.fromkeys(found.kept, "stays")
+        cells = [
+            [
+                shown([contents.short_names[leaf]]),
+                shown(row.names) or "-",
+                row.how if row.names else why.get(leaf, "disagrees"),
+                describe(row),
+            ]
+            for leaf, row in zip(contents.stored.values(), self.rows, strict=True)
+        ]
+        used = sum(1 for row in self.rows if row.names)
+        table = Table(["path", "from", "how", "is"], cells)
+        return [table, f"{used} of {len(self.rows)} arrays come from the source", *self.problems()]
 
 
 def _unpickled(model: Any, aliases: dict[int, Alias], source: Names, found: Fit, strict: bool) -> Plan[Any]:
@@ -307,7 +336,7 @@ def plan(
     return made
 
 
-# -- In words ---------------------------------------------------------------------------------------------------------
+# -- The rows ---------------------------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -325,7 +354,7 @@ class Row(NamedTuple):
         return f"{shown([self.path])}: {describe(self)}, from {names}{how}"
 
 
-def rows_of(contents: Contents, found: Fit) -> tuple[Row, ...]:
+def _rows(contents: Contents, found: Fit) -> tuple[Row, ...]:
     """Returns the arrays of a model, ties once."""
     rows = []
     for leaf in contents.stored.values():
@@ -335,38 +364,3 @@ def rows_of(contents: Contents, found: Fit) -> tuple[Row, ...]:
             how += f", {move.number + 1} of {len(move.route.targets)}"
         rows.append(Row(contents.structure.paths[leaf], names, how, spec.shape, spec.dtype))
     return tuple(rows)
-
-
-def blocks(contents: Contents, found: Fit, rows: Sequence[Row]) -> list[Table | str]:
-    """Returns the table of a plan, and a line with the number of arrays that come from the source."""
-    why = dict.fromkeys(found.missing, "missing") | dict.fromkeys(found.kept, "stays")
-    cells = [
-        [
-            shown([contents.short_names[leaf]]),
-            shown(row.names) or "-",
-            row.how if row.names else why.get(leaf, "disagrees"),
-            describe(row),
-        ]
-        for leaf, row in zip(contents.stored.values(), rows, strict=True)
-    ]
-    used = sum(1 for row in rows if row.names)
-    return [Table(["path", "from", "how", "is"], cells), f"{used} of {len(rows)} arrays come from the source"]
-
-
-def problems(contents: Contents, source: Names, found: Fit) -> list[str]:
-    """Returns all problems, one line each."""
-    heads = heads_of([contents.names[leaf] for leaf in found.missing], source.specs)
-    if heads:
-        call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
-        return [f"the source has such a model below {quoted(heads)}; to load one, write {call}"]
-    paths = [contents.short_names[leaf] for leaf in found.missing]
-    few = len(paths) * len(found.unused) < 1000  # the nearest of many takes long to find
-    unused, missing = (found.unused, paths) if few else ((), ())
-    return [
-        *(f"{path!r} is missing: nothing comes to it{nearest(path, unused)}" for path in paths),
-        *(
-            f"{name!r} is unused: no array is at {to or name!r}{nearest(to or name, missing)}"
-            for name, to in found.unused.items()
-        ),
-        *found.disagrees,
-    ]

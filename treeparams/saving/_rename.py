@@ -19,7 +19,7 @@ from .._tree.types import Array
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
 """`{left: right}`, where a side is a glob or several, and the right may be `None`; or a function of a name."""
 Transforms = Mapping[Any, Callable[..., Any]]
-Stars = tuple[Star, ...]
+_Stars = tuple[Star, ...]
 
 _AT_ONCE = 32  # operands of one program
 
@@ -87,7 +87,7 @@ class Route:
         return made
 
 
-class Routes(NamedTuple):
+class _Routes(NamedTuple):
     """The content of `rename` and `transform`, as routes of arrays by name."""
 
     found: list[Route]
@@ -97,7 +97,7 @@ class Routes(NamedTuple):
 
 def routes(
     specs: Mapping[str, Spec], rename: Rename | None, transform: Transforms | None, targets: Collection[str] | None
-) -> Routes:
+) -> _Routes:
     """Reads `rename` and `transform`.
 
     The targets determine into how many rows an array is unstacked; without targets, its leading axis does.
@@ -123,7 +123,7 @@ def routes(
         found += entry.routes(specs, functions.pop(entry.left, None), targets)
     dropped = {name for entry in entries if not entry.rights for name in entry.taken}
     dropped |= {name for name in rest if renamed[name] is None}
-    return Routes(_with_functions(found, functions), dropped, kept)
+    return _Routes(_with_functions(found, functions), dropped, kept)
 
 
 def _side(side: object, which: str) -> tuple[Glob, ...]:
@@ -134,7 +134,7 @@ def _side(side: object, which: str) -> tuple[Glob, ...]:
     return tuple(map(Glob, texts))
 
 
-def _match(glob: Glob, name: str) -> Stars | None:
+def _match(glob: Glob, name: str) -> _Stars | None:
     """Returns the text of the stars if a glob matches a name. A name also matches its own text, such as `w[0]`."""
     entries = split_name(name)
     stars = glob.match(entries)
@@ -183,7 +183,7 @@ class _Entry:
         self.left = left
         self.lefts = _side(left, "left")
         self.rights: tuple[Glob, ...] = () if right is None else _side(right, "right")  # none: the names are dropped
-        self.taken: dict[str, tuple[int, Stars]] = {}
+        self.taken: dict[str, tuple[int, _Stars]] = {}
         self._surplus = self._stars_more(right) if self.rights else 0
 
     def _stars_more(self, right: object) -> int:
@@ -225,7 +225,7 @@ class _Entry:
                 f"to one for each target, for example with {example}: transform={{{self.left!r}: ...}}"
             )
         row = self._star_of_rows() if self._surplus > 0 else None
-        together: dict[Stars, dict[int, str]] = {}
+        together: dict[_Stars, dict[int, str]] = {}
         for name, (number, stars) in self.taken.items():
             if row is not None:
                 number, stars = _number(stars[row]), stars[:row] + stars[row + 1 :]
@@ -253,7 +253,7 @@ class _Entry:
                 return at
         raise ValueError(f"rename, {self.left!r}: none of its '*' matches numbers alone, so nothing can be stacked")
 
-    def _rows(self, stars: Stars, count: int, targets: Collection[str] | None) -> tuple[str, ...]:
+    def _rows(self, stars: _Stars, count: int, targets: Collection[str] | None) -> tuple[str, ...]:
         """Returns the names of an array's rows: those among the targets, in numeric order, or else `count` new ones."""
         right = self.rights[0]
         if targets is None:
