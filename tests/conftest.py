@@ -99,10 +99,12 @@ def _forget_compiled_programs():
 def _forget_ties():
     """Small models of different tests look alike; a tie of one must not be missed in another."""
     yield
-    from treeparams._tree import memory
+    from treeparams._slots import accidents
+    from treeparams._tree import text
 
-    memory._facts.clear()
-    memory._note_change()
+    accidents._facts.clear()
+    accidents._note_change()
+    text._given.clear()
 
 
 @pytest.fixture

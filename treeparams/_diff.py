@@ -19,9 +19,8 @@ from ._slots.layout import Layout
 from ._slots.ties import find_ties
 from ._tree.difference import NOTHING, Diff, Difference, compare, groups_of, spec_rows, tie_rows
 from ._tree.paths import join_path
-from ._tree.recognise import static_values, structure_of
 from ._tree.static_keys import identical, static_key
-from ._tree.structure import Spec, flatten, naming_deleted, same_treedef
+from ._tree.structure import Spec, flatten, naming_deleted, same_treedef, static_values, structure_of
 from ._tree.text import both_in_text, describe, in_text
 from ._tree.types import PyTree, is_complex, is_inexact, value_of
 

@@ -12,9 +12,7 @@ from ._reached import reached
 from ._slots.index import Index
 from ._slots.layout import Layout, index_of, look_up, noted, trained_at
 from ._slots.parts import arrays_in, as_rest, index_in, put_together, with_kept_arrays
-from ._tree.memory import keep_apart
-from ._tree.recognise import structure_of
-from ._tree.structure import Structure, flatten, same_treedef
+from ._tree.structure import Structure, flatten, keep_apart, same_treedef, structure_of
 from ._tree.text import describe, first_lines
 from ._tree.types import PyTree, TreeDef, is_inexact
 

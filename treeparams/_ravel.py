@@ -13,8 +13,8 @@ from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
 from ._slots.where import Where
-from ._tree.memory import warn
 from ._tree.structure import naming_deleted
+from ._tree.text import warn
 
 M = TypeVar("M")
 

@@ -8,16 +8,14 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from ._slots.accidents import note_ties
 from ._slots.index import Index, first_entries
 from ._slots.layout import Layout, look_up
 from ._slots.ties import Alias
 from ._slots.where import name_of, read
-from ._tree.memory import note_ties
-from ._tree.recognise import structure_of
-from ._tree.structure import Spec, Structure, is_array
+from ._tree.structure import Spec, Structure, is_array, structure_of
 from ._tree.text import describe, in_short
 from ._tree.types import value_of
 
@@ -79,9 +77,8 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
         leaves[source] = jax.new_ref(new) if source in structure.refs else new
         for each in index.aliases.get(source, ()):
             leaves[each.leaf] = each.value_from(leaves[source], structure.spec(source))
-    pairs = [(each.source, each.leaf) for each in index.ties if each.source in found and not each.transforms]
-    if pairs and not isinstance(leaves[pairs[0][0]], Tracer):
-        note_ties(structure, pairs)
+    kept = [each for each in index.ties if each.source in found and not each.transforms]
+    note_ties(structure, [(each.source, each.leaf) for each in kept])
     return jtu.tree_unflatten(treedef, leaves)
 
 

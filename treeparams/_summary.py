@@ -8,7 +8,7 @@ from ._forms.restructure import Restructure, known_leaves
 from ._slots.index import Summary, joined_rows, summary_of
 from ._slots.layout import Layout, Trainable, check_is_model, look_up
 from ._tree.paths import join_path, split_path
-from ._tree.recognise import structure_of
+from ._tree.structure import structure_of
 from ._tree.text import count_of
 from ._tree.types import PyTree
 

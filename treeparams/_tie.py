@@ -5,15 +5,13 @@ from typing import TypeVar
 
 import jax
 import jax.tree_util as jtu
-from jax.core import Tracer
 
-from ._slots.accidents import note_untied
+from ._slots.accidents import note_tied, note_untied
 from ._slots.layout import Layout, look_up
 from ._slots.ties import Alias, checked_transform, declaring_nodes, find_ties, parameter_at
 from ._slots.where import Where, select
 from ._tree.copying import copy_leaf
-from ._tree.memory import keep_apart, note, note_ties
-from ._tree.recognise import structure_of
+from ._tree.structure import keep_apart, structure_of
 
 M = TypeVar("M")
 
@@ -86,12 +84,7 @@ def tie(
             )
     for each in known:
         leaves[each.leaf] = each.value_from(leaves[each.source], structure.spec(each.source))
-    # The memory of ties may have met this kind of model apart, and then ignores ties that it meets later (see `meet`):
-    # so it is told of these.
-    pairs = [(each.source, each.leaf) for each in known if not each.transforms]
-    note("said", structure, pairs, in_place_of="untied")
-    if pairs and not isinstance(leaves[pairs[0][0]], Tracer):
-        note_ties(structure, pairs)
+    note_tied(structure, [(each.source, each.leaf) for each in known if not each.transforms])
     return jtu.tree_unflatten(treedef, leaves)
 
 

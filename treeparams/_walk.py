@@ -13,9 +13,8 @@ from ._forms.mesh import is_sharded
 from ._slots.layout import Trainable
 from ._slots.match import Tied, per_slot
 from ._slots.parts import Parts, take_apart
-from ._tree.memory import warn
 from ._tree.structure import flatten, is_array, naming_deleted
-from ._tree.text import describe
+from ._tree.text import describe, warn
 from ._tree.types import PyTree
 
 M = TypeVar("M")

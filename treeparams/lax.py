@@ -15,10 +15,9 @@ import jax.tree_util as jtu
 
 from ._jit import rows_between
 from ._slots.parts import Rest, arrays_in, as_rest, index_in, put_together, unpacked, with_kept_arrays
-from ._tree.memory import warn
 from ._tree.static_keys import with_object
 from ._tree.structure import Structure
-from ._tree.text import describe, first_few, first_lines
+from ._tree.text import describe, first_few, first_lines, warn
 from ._tree.types import PyTree, is_inexact
 
 C = TypeVar("C")

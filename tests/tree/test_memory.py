@@ -17,8 +17,7 @@ import pytest
 
 import treeparams as tp
 from treeparams import nested, optim
-from treeparams._tree import memory
-from treeparams._tree.recognise import structure_of
+from treeparams._slots import accidents
 
 from ..zoo import Norm, ramp
 
@@ -81,26 +80,26 @@ def test_what_was_untied_stays_so_when_the_model_itself_is_met_again():
 
 
 def test_three_thousand_kinds_leave_a_thousand_entries():
-    entries = lambda: sum(max(1, len(facts)) for facts in memory._facts.values())
+    entries = lambda: sum(max(1, len(facts)) for facts in accidents._facts.values())
     for i in range(3000):
-        structure_of({f"x{i}": np.ones(2, "f")})
+        tp.layout({f"x{i}": np.ones(2, "f")})
     assert 900 < entries() <= 1000
     shared = ramp(2)
     for i in range(200):
         model = {f"x{i}": shared, f"y{i}": shared, f"z{i}": np.ones(2, "f")}
         tp.layout(model)
         tp.layout(tp.tie(tp.untie(model), f"y{i}", to=f"x{i}"), ties={f"z{i}": f"x{i}"})
-    assert len(memory._facts) <= 1000
+    assert len(accidents._facts) <= 1000
     for i in range(300):  # one kind, of many shapes
-        structure_of({"x": (each := np.ones(i + 1, "f")), "y": each})
-    assert len(memory._facts) <= 1000
-    assert max(map(len, memory._facts.values())) <= 101
+        tp.layout({"x": (each := np.ones(i + 1, "f")), "y": each})
+    assert len(accidents._facts) <= 1000
+    assert max(map(len, accidents._facts.values())) <= 101
 
 
 def test_what_was_met_last_is_known_when_the_first_is_forgotten():
     tp.layout(first := tied(2, 3, name=f"v{next(count)}"))
     for i in range(1100):
-        structure_of({f"k{i}": np.ones(2, "f")})
+        tp.layout({f"k{i}": np.ones(2, "f")})
     assert tp.layout(jax.tree.map(lambda leaf: leaf + 0, first)).ties == {}  # nothing but a warning is lost
     assert lose(tied(2, 3, name=f"v{next(count)}")) == ["embed", "embed"]
 
@@ -166,7 +165,7 @@ def fresh():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("other", VERBS)
 def test_a_verb_in_a_trace_is_the_same_program_whatever_was_met_before(fresh: dict[str, str], other: str):
-    memory._facts.clear()
+    accidents._facts.clear()
     VERBS[other](model_of("met"))
     assert {verb: program(verb, "met") for verb in VERBS} == fresh
 

@@ -19,7 +19,7 @@ import pytest
 
 import treeparams as tp
 from treeparams import optim, saving
-from treeparams._tree.recognise import _BUCKETS, _PER_BUCKET, _known
+from treeparams._tree.structure import _BUCKETS, _PER_BUCKET, _known
 
 from ..zoo import STACKS, VECTOR, ramp
 

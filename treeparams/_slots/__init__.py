@@ -5,7 +5,7 @@ The files, from the bottom up:
     where      leaves(); reads a `where`: the nodes and leaves that it matches, and nodes that are alike
     ties       which parameters are tied, and which train: by identity, declarations, masks, freeze and thaw
     index      Slot; the place of each leaf in the model, its digest and its table; reads `{where: value}`
-    accidents  warnings of accidental ties, and of ties that were broken
+    accidents  ties that were met; warnings of accidental ties, and of ties that were broken
     layout     Layout; layout: from a mask, a `where` or nothing to a layout
     match      other trees matched to a model by path; project
     parts      a model taken apart, slots and rest; partition, combine

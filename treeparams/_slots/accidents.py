@@ -1,80 +1,222 @@
-"""Warnings of accidental ties: one array at several paths that nobody tied, and tied arrays that became two.
+"""Accidents with ties: what the library remembers of ties that it has met, and what it warns of.
 
 JAX arrays are values. So an array at two paths may be one shared parameter, or an initial value that two parameters
-happen to have in common. The code cannot tell for sure, but two cases are nearly always the second: an array whose
-elements are all equal, such as zeros for two biases; and a list of the same node repeated, such as an ensemble. To find
-these, values are read from the device once, and only if nothing declares that the two are tied.
+happen to have in common; and two arrays may be two, or one that a trace, a cast or a file has made two. The code cannot
+tell for sure, so it warns, and no number depends on it. Values are read from the device once, and only if nothing
+declares that the two are tied.
+
+A *fact* is a word about some leaves: that they were one array, that you parted them, that a warning named them. It is
+kept at each node that holds all of these leaves, by the kind of the node. So it is known of every model of that kind,
+of a part of one, and of whatever holds one. One table has them all. It holds no object of a model, and it forgets the
+oldest.
 """
 
+import collections
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._tree import memory
-from .._tree.memory import Pair, warn
-from .._tree.structure import Node, Structure, same_treedef
-from .._tree.text import first_few
+from .._tree.structure import Node, Spec, Structure, are_apart
+from .._tree.text import first_few, warn
 from .index import Index
-from .where import subtreedefs
+
+_Pair = tuple[int, int]
+
+changes = 0
+"""How often a tie was met, or made, that was not known; what was checked before that may have come apart since."""
+
+# By a word and the kind of a node: leaves; or, of words about ties, the shapes of all leaves, and pairs that are tied.
+_facts: "collections.OrderedDict[Hashable, dict[Any, None]]" = collections.OrderedDict()
+_MOST, _SHAPES = 1000, 100  # entries, and shapes of one kind
+_changing = threading.Lock()  # for writing; what a reader has found does not change any more
+# Warnings that are given once for each model, where a model and what holds it are the same. Models of other shapes, or
+# with other parts around these leaves, are others.
+_OF_ONE_MODEL = ("lost", "parted", "forgotten")
 
 
-def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
-    """Warns of ties that nobody can have meant, and of ties that a trace has broken."""
-    if index.structure.is_traced:
-        _warn_of_lost(index, leaves)
-    else:
-        _warn_of_unsaid(index, leaves)
+# -- Facts -------------------------------------------------------------------------------------------------------------
+
+
+def _note(word: str, structure: Structure, pairs: Iterable[_Pair]) -> None:
+    """Remembers a fact about the leaves of each pair."""
+    for pair in pairs:
+        for key, leaves in _places(word, structure, pair, "a part", "the whole"):
+            _set_facts(key, [*_facts.get(key, ()), *leaves])
+
+
+def _unknown(word: str, structure: Structure, pairs: Iterable[_Pair]) -> list[_Pair]:
+    """Returns the pairs of which the fact is not known."""
+    places = lambda pair: _places(word, structure, pair, "the whole", "a part")
+    return [pair for pair in pairs if not any(leaves <= _facts.get(key, {}).keys() for key, leaves in places(pair))]
+
+
+def _places(
+    word: str, structure: Structure, pair: _Pair, anywhere: str, at_root: str
+) -> Iterator[tuple[tuple[Hashable, ...], set[int]]]:
+    """Yields the key of each node that holds a pair, and the leaves as numbered within that node.
+
+    A warning is noted of `the whole` of the model that it names, and of each `part`. So a model is known if it is a
+    part of such a model, or has a part that is the whole of one.
+    """
+    for number in _holding(structure, pair):
+        node, key = structure.nodes[number], (word, structure.kinds[number])
+        leaves = {i - node.start for i in pair}
+        if word in _OF_ONE_MODEL:
+            key = *key, hash(_shapes(structure, node))
+            if not number:
+                yield (*key, at_root), leaves
+            key = *key, anywhere
+        yield key, leaves
+
+
+def _set_facts(key: Hashable, facts: Iterable[Any]) -> None:
+    with _changing:
+        _facts[key] = dict.fromkeys(facts)
+        _facts.move_to_end(key)
+        while len(_facts) > _MOST:
+            _facts.popitem(last=False)
+
+
+def _note_change() -> None:
+    global changes
+    changes += 1
+
+
+def _holding(structure: Structure, pair: _Pair) -> list[int]:
+    """Returns the nodes that hold both of two leaves, from the root to the innermost."""
+    found, number, nodes = [], 0, structure.nodes
+    while number < len(nodes) and nodes[number].start <= min(pair):
+        is_within = max(pair) < nodes[number].stop
+        found += [number] * is_within
+        number = number + 1 if is_within else nodes[number].last
+    return found
+
+
+# -- Ties that were met ------------------------------------------------------------------------------------------------
+
+
+def meet(structure: Structure, leaves: Sequence[Any], *, is_call: bool = False) -> None:
+    """Remembers the ties by identity of a tree, or of each argument of a call, that is met outside a trace.
+
+    It does not if the same kind was met without ties before: the gradient of a sum has one object at two paths, and it
+    has the structure of its model. `tp.tie` and layouts, which tie a model met before, record that themselves.
+    """
+    if structure.is_traced or any(type(leaf) is jax.ShapeDtypeStruct for leaf in leaves):
+        return
+    first, depth = structure.first, 2 if is_call else 0  # (function, arguments, keywords): an argument has two entries
+    pairs = [(first[i], i) for i in structure.parameters if first[i] != i]
+    for number, root in enumerate(structure.nodes if is_call else structure.nodes[:1]):
+        if len(root.entries) == depth and not any(root.start <= a and b < root.stop for a, b in pairs):
+            key = "one", structure.kind_of(number)
+            _set_facts(key, _facts.get(key, ()))
+    note_ties(structure, pairs, above=depth)
+
+
+def note_ties(structure: Structure, pairs: Iterable[_Pair], *, word: str = "one", above: int | None = None) -> None:
+    """Remembers pairs of parameters that are one array, or that a layout was given, at each node that holds both.
+
+    With `above`, only at nodes whose paths have at least so many entries, and of kinds not met without ties.
+    """
+    inside = collections.defaultdict[int, set[_Pair]](set)
+    for pair in pairs if not structure.is_traced else ():
+        for number in _holding(structure, pair):
+            start = structure.nodes[number].start
+            inside[number].add((pair[0] - start, pair[1] - start))
+    for number, its in inside.items():
+        node, key = structure.nodes[number], (word, structure.kind_of(number))
+        known, fact = _facts.get(key), (_shapes(structure, node), frozenset(its))
+        is_new_kind = above is None or (len(node.entries) >= above and known != {})
+        if is_new_kind and fact not in (known or {}):
+            _set_facts(key, [*list(known or {})[-_SHAPES:], fact])
+            _note_change()
+
+
+def note_tied(structure: Structure, pairs: Sequence[_Pair]) -> None:
+    """Remembers that you tie these leaves, even if such a model was met without the tie, or you had untied them."""
+    for pair in pairs:
+        for key, leaves in _places("untied", structure, pair, "", ""):
+            if not leaves.isdisjoint(_facts.get(key, ())):
+                _set_facts(key, [leaf for leaf in _facts[key] if leaf not in leaves])
+                _note_change()
+    _note("said", structure, pairs)
+    note_ties(structure, pairs)
 
 
 def note_untied(structure: Structure, leaves: Iterable[int]) -> None:
-    """Remembers that the user unties these leaves from those that are, or were before, the same array."""
+    """Remembers that you untie these leaves from those that are, or were before, the same array."""
     chosen, identical = frozenset(leaves), enumerate(structure.first)
-    pairs = {*[(first, i) for i, first in identical if first != i], *memory.met("one", structure)}
-    memory.note("untied", structure, [pair for pair in pairs if not chosen.isdisjoint(pair)])
+    pairs = {*[(first, i) for i, first in identical if first != i], *_met("one", structure)}
+    _note("untied", structure, [pair for pair in pairs if not chosen.isdisjoint(pair)])
+
+
+def _met(word: str, structure: Structure) -> list[_Pair]:
+    """Returns the pairs that were one array, or given, in models of the kind of this one, or of a node in it."""
+    found = dict[_Pair, None]()
+    for node, kind in zip(structure.nodes, structure.kinds, strict=True) if changes else ():
+        for shapes, pairs in _facts.get((word, kind), ()):
+            if _are_mapped(structure.specs[node.start : node.stop], shapes):
+                found |= {(a + node.start, b + node.start): None for a, b in sorted(pairs)}
+    return list(found)
+
+
+def _shapes(structure: Structure, node: Node) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple([spec and spec.shape for spec in structure.specs[node.start : node.stop]])
+
+
+def _are_mapped(specs: Sequence[Spec | None], shapes: Sequence[tuple[int, ...] | None]) -> bool:
+    """Returns whether arrays have the shapes that were met, or these without their first axes.
+
+    Inside `vmap` and `scan`, all leaves lack the axes that are mapped, the same number of each. The kind of a node does
+    not include shapes, so the node is found there too; a model that only shares paths and dtypes is excluded here.
+    """
+    now = [(spec.shape, shape or ()) for spec, shape in zip(specs, shapes, strict=True) if spec is not None]
+    mapped = {len(shape) - len(inner) for inner, shape in now}
+    return len(mapped) == 1 and all(inner == shape[min(mapped) :] for inner, shape in now)
 
 
 # -- One array, though nobody says so ----------------------------------------------------------------------------------
 
 
-def _warn_of_unsaid(index: Index, leaves: Sequence[Any]) -> None:
+def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
+    """Warns of ties that nobody can have meant; in a trace, of two arrays in place of one that was met before."""
     structure = index.structure
-    memory.note("said", structure, [(tie.source, tie.leaf) for tie in index.ties if tie.is_said and not tie.transforms])
-    unsaid = [(each.source, each.leaf) for each in index.ties if not each.is_said and index.trained[each.leaf]]
-    pairs = memory.unknown("said", structure, unsaid)
+    if structure.is_traced:
+        # Not of aliases whose sources are known in spite of the trace, nor of frozen ones, which have no gradient that
+        # could make them differ.
+        pairs = [pair for pair in _parted(index, any) if not are_apart(leaves[i] for i in pair)]
+        _warn_once("lost", index, pairs, _LOST)
+        return
+    index.checked["accidents"] = changes
+    _note("said", structure, [(tie.source, tie.leaf) for tie in index.ties if tie.is_said and not tie.transforms])
+    every = [(each.source, each.leaf) for each in index.ties if not each.is_said and index.trained[each.leaf]]
+    pairs = _unknown("said", structure, every)
     if not pairs:
         return
-    memory.note("said", structure, pairs)  # there is no more to say of them
-    copies = _repeated(structure) if len(pairs) == len(unsaid) else []
+    _note("said", structure, pairs)  # there is no more to say of them
+    copies = _repeated(structure) if pairs == every else []
+    is_constant = functools.cache(lambda leaf: _is_one_number(_pieces_read(leaves[leaf])))
     if copies:
         warn(_COPIES.format(len(copies), first_few([repr(node.path) for node in copies])))
     else:
-        is_constant = functools.cache(lambda leaf: _is_one_number(_pieces_read(leaves[leaf])))
         pairs = [pair for pair in pairs if leaves[pair[0]].size > 1 and _is_accident(structure, pair, is_constant)]
         if pairs:
             warn(_unsaid_in_words(structure, pairs))
-    if copies or pairs:
-        # Where they part from now on, nobody has lost anything.
-        note_untied(structure, [leaf for pair in pairs for leaf in pair])
+    # Where they part from now on, nobody has lost anything.
+    note_untied(structure, [leaf for pair in pairs for leaf in pair])
 
 
 def _repeated(structure: Structure) -> list[Node]:
     """Returns the nodes of a model that is only a list, tuple or dictionary of the same node, repeated."""
-    nodes = structure.nodes
-    if not nodes or nodes[0].cls not in (list, tuple, dict):
-        return []
-    numbers, number = list[int](), 1
-    while number < len(nodes):
-        numbers.append(number)
-        number = nodes[number].last
-    children, treedefs = [nodes[number] for number in numbers], subtreedefs(structure)
-    first, *others = [(treedefs[number], _arrays_below(structure, nodes[number])) for number in numbers] or [(None, [])]
-    are_all = sum(node.stop - node.start for node in children) == len(structure.specs)
-    is_one = all(arrays == first[1] and same_treedef(treedef, first[0]) for treedef, arrays in others)
-    return children if others and first[1] and are_all and is_one else []
+    children = [node for node in structure.nodes if len(node.entries) == 1]
+    held = [_arrays_below(structure, node) for node in children]
+    is_all = sum(node.stop - node.start for node in children) == len(structure.specs)
+    is_one = len(children) > 1 and bool(held[0]) and all(arrays == held[0] for arrays in held)
+    return children if is_all and is_one and structure.nodes[0].cls in (list, tuple, dict) else []
 
 
 def _arrays_below(structure: Structure, node: Node) -> list[tuple[tuple[str, ...], int]]:
@@ -83,7 +225,7 @@ def _arrays_below(structure: Structure, node: Node) -> list[tuple[tuple[str, ...
     return [(structure.entries[i][len(node.entries) :], structure.first[i]) for i in its]
 
 
-def _is_accident(structure: Structure, pair: Pair, is_constant: Callable[[int], bool]) -> bool:
+def _is_accident(structure: Structure, pair: _Pair, is_constant: Callable[[int], bool]) -> bool:
     """Returns whether all elements of the array at two leaves are equal, outside of nodes that are used twice.
 
     A layer that is used twice has its norms and biases at two places, too. It is recognised by its weights: the two
@@ -91,8 +233,8 @@ def _is_accident(structure: Structure, pair: Pair, is_constant: Callable[[int], 
     """
     if not is_constant(pair[0]):
         return False
-    holds = lambda node, leaf: node.start <= leaf < node.stop
-    above = [[node for node in structure.nodes if holds(node, i) > holds(node, j)] for i, j in (pair, pair[::-1])]
+    shared = _holding(structure, pair)
+    above = [[structure.nodes[n] for n in _holding(structure, (i, i)) if n not in shared] for i in pair]
     for one, other in ((one, other) for one in above[0] for other in above[1]):
         arrays = _arrays_below(structure, one)
         if arrays == _arrays_below(structure, other) and not all(is_constant(i) for _, i in arrays):
@@ -100,13 +242,11 @@ def _is_accident(structure: Structure, pair: Pair, is_constant: Callable[[int], 
     return True
 
 
-def _unsaid_in_words(structure: Structure, pairs: Sequence[Pair]) -> str:
+def _unsaid_in_words(structure: Structure, pairs: Sequence[_Pair]) -> str:
     places: dict[int, list[str]] = {}
     for source, leaf in pairs:
         places.setdefault(source, [structure.paths[source]]).append(structure.paths[leaf])
-    groups = [
-        " and ".join([first_few([repr(path) for path in paths[:-1]]), repr(paths[-1])]) for paths in places.values()
-    ]
+    groups = [" and ".join([first_few(list(map(repr, its[:-1]))), repr(its[-1])]) for its in places.values()]
     source, alias = next(iter(places.values()))[:2]
     return _UNSAID.format(first_few(groups), repr(source), repr(alias))
 
@@ -127,38 +267,25 @@ _COPIES = (
 # -- Two arrays that were one ------------------------------------------------------------------------------------------
 
 
-def _warn_of_lost(index: Index, leaves: Sequence[Any]) -> None:
-    """Warns, once, if a traced model has two arrays in place of one that was met before.
-
-    It does not warn of aliases whose sources are known in spite of the trace, nor of frozen ones, which have no
-    gradient that could make them differ.
-    """
-    pairs = [pair for pair in _parted(index, any) if not memory.are_apart(leaves[i] for i in pair)]
-    _warn_once("lost", index, pairs, _LOST)
-
-
-def _parted(index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[Pair]:
+def _parted(index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[_Pair]:
     """Returns the pairs that were one array in a model met before, and are two in this one, which nobody has untied."""
-    return memory.unknown("untied", index.structure, _come_apart("one", index, trained))
+    return _unknown("untied", index.structure, _come_apart("one", index, trained))
 
 
-def _come_apart(word: str, index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[Pair]:
+def _come_apart(word: str, index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[_Pair]:
     """Returns the pairs that were tied in a model met before and are not in this one, of which any, or all, train."""
     # A layout may know the tie the other way round, or with a third leaf as the source of both.
     one = [index.sources.get(first, first) for first in index.structure.first]
-    pairs = [(a, b) for a, b in memory.met(word, index.structure) if one[a] != one[b]]
+    pairs = [(a, b) for a, b in _met(word, index.structure) if one[a] != one[b]]
     return [pair for pair in pairs if trained(index.trained[i] for i in pair)]
 
 
-def _warn_once(word: str, index: Index, pairs: Iterable[Pair], message: str, between: str = "and") -> None:
-    pairs = memory.unknown(word, index.structure, pairs)
+def _warn_once(word: str, index: Index, pairs: Iterable[_Pair], message: str, between: str = "and") -> None:
+    pairs, paths = _unknown(word, index.structure, pairs), index.structure.paths
     if pairs:
-        memory.note(word, index.structure, pairs)
-        warn(message.format(_pairs_in_words(index, pairs, between)))
-
-
-def _pairs_in_words(index: Index, pairs: Sequence[Pair], between: str = "and") -> str:
-    return first_few([f" {between} ".join([repr(index.structure.paths[i]) for i in pair]) for pair in pairs])
+        _note(word, index.structure, pairs)
+        calls = first_few([f"tp.tie(model, {paths[other]!r}, to={paths[one]!r})" for one, other in pairs])
+        warn(message.format(first_few([f"{paths[a]!r} {between} {paths[b]!r}" for a, b in pairs]), calls))
 
 
 def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
@@ -167,50 +294,47 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
     Other functions that see the model, such as a summary, do not know that layout, and it may record the tie.
     """
     structure = index.structure
-    if structure.is_traced or not index.is_due("parted"):
+    if structure.is_traced or index.checked.get("parted") == changes:
         return
+    index.checked["parted"] = changes
     # Of ties that only a layout knows `warn_of_forgotten_ties` warns. Where one of the two is frozen, somebody has
     # decided that they are not one.
-    given = set(map(frozenset, memory.met("given", structure)))
-    pairs = [pair for pair in _parted(index, all) if frozenset(pair) not in given]
-    lost = list[Pair]()
-    for pair in memory.unknown("parted", structure, pairs):
+    given = set(map(frozenset, _met("given", structure)))
+    pairs, lost = [pair for pair in _parted(index, all) if frozenset(pair) not in given], list[_Pair]()
+    for pair in _unknown("parted", structure, pairs):
         one, other = (_pieces_read(leaves[i]) for i in pair)
         # Zeros are equal without having been one: such arrays tell nothing yet.
         if one and other and not _is_one_number(one):
-            memory.note("parted", structure, [pair])
-            lost += [pair] if _are_equal_bits(one, other) else []
-    if lost:
-        paths = structure.paths
-        calls = [f"tp.tie(model, {paths[other]!r}, to={paths[one]!r})" for one, other in lost]
-        warn(_PARTED.format(_pairs_in_words(index, lost), first_few(calls)))
+            if _are_equal_bits(one, other):
+                lost.append(pair)
+            else:
+                _note("parted", structure, [pair])
+    _warn_once("parted", index, lost, _PARTED)
 
 
 _LOST = (
-    "{} were one array in an earlier model of this structure. In this model, an argument of jax.jit, vmap, scan or the "
-    "like, they are two, each with a separate gradient. Make a layout outside and pass it in (known = "
+    "{0} were one array in an earlier model of this structure. In this model, an argument of jax.jit, vmap, scan or "
+    "the like, they are two, each with a separate gradient. Make a layout outside and pass it in (known = "
     "tp.layout(model); tp.grad(loss, known)), or pass (params, rest) of tp.partition, or a Restructure of tp.ravel; or "
     "use tp.jit. If this is another model that only looks alike, pass its own layout to silence this warning"
 )
 _PARTED = (
-    "{} were one array in an earlier model of this structure. In this model they are two, equal bit for bit, as after "
-    "jax.jit, jax.tree.map, a cast or a loaded file, and each trains separately. Tie them again: model = {}; tp.jit "
+    "{0} were one array in an earlier model of this structure. In this model they are two, equal bit for bit, as after "
+    "jax.jit, jax.tree.map, a cast or a loaded file, and each trains separately. Tie them again: model = {1}; tp.jit "
     "and tp.saving keep ties. To train them separately, write model = tp.untie(model)"
 )
 
 
-# -- Ties that a layout was given --------------------------------------------------------------------------------------
-
-
 def warn_of_forgotten_ties(index: Index) -> None:
     """Warns, once, of ties that another layout of such models was given and that training would break."""
+    index.checked["forgotten"] = changes
     # Of arrays that were one, and that a trace has made two, `warn_of_accidents` warns.
     words = ["computed"] if index.structure.is_traced else ["computed", "given"]
     _warn_once("forgotten", index, [pair for word in words for pair in _come_apart(word, index, any)], _FORGOTTEN, "to")
 
 
 _FORGOTTEN = (
-    "a layout of such a model ties {}; without that layout they are trained separately. Pass it (known = "
+    "a layout of such a model ties {0}; without that layout they are trained separately. Pass it (known = "
     "tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or pass tp.layout(model) to train "
     "them separately"
 )
@@ -231,10 +355,9 @@ _FEW = 1024
 
 def _are_equal_bits(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
     """Returns whether two arrays that are split alike are equal bit for bit."""
-    ours, theirs = ([(each.dtype, each.view(np.uint8)) for each in values] for values in (one, other))
-    if len(ours) != len(theirs):
-        return False
-    return all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in zip(ours, theirs, strict=True))
+    are_alike = [(each.dtype, each.size) for each in one] == [(each.dtype, each.size) for each in other]
+    pairs = zip(one, other, strict=False)
+    return are_alike and all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
 
 
 def _pieces_read(array: Any) -> list[np.ndarray]:

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree import memory
 from .._tree.difference import Difference, compare, spec_rows, tie_rows
-from .._tree.memory import AS_ARRAY, warn
-from .._tree.structure import Avals, Structure, getter
-from .._tree.text import Table, as_html, as_text, describe, first_few, in_bytes, quoted
+from .._tree.structure import Structure, getter
+from .._tree.text import AS_ARRAY, Table, as_html, as_text, describe, first_few, in_bytes, quoted, warn
 from .._tree.types import PyTree, TreeDef, is_complex
 from .ties import Alias, declared_frozen, followers
 from .where import Where, name_of, select
@@ -78,7 +76,6 @@ class Index:
         self.structure = structure
         self.forms: dict[Any, Any] = {}  # those that were asked for
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
-        self._avals = Avals()  # of arrays with the shapes of the slots
         # For accidents with ties: as of which change of the memory. A mask, or a callable, makes an index at each call.
         self.checked: dict[str, int] = structure.remember(("checked", trained, ties), dict)
         self.trained = trained  # of each leaf
@@ -96,11 +93,6 @@ class Index:
                 self.by_leaf[alias.leaf] = self.by_leaf[alias.source]
                 if alias.transforms:
                     self.computed.append((self.by_leaf[alias.leaf], alias))
-
-    def is_due(self, check: str) -> bool:
-        """Returns whether the library has met another tie since it last made this check of such models."""
-        last, self.checked[check] = self.checked.get(check), memory.changes
-        return last != self.checked[check]
 
     @functools.cached_property
     def tied_to(self) -> dict[str, str]:
@@ -151,7 +143,7 @@ class Index:
 
     def have_shapes(self, arrays: Sequence[Any]) -> bool:
         """Returns whether these are arrays, one for each slot, of its shape."""
-        return self._avals.fit(arrays, lambda: [getattr(each, "shape", None) for each in arrays] == self.shapes)
+        return [getattr(each, "shape", None) for each in arrays] == self.shapes
 
     @functools.cached_property
     def dtypes(self) -> list[Any]:

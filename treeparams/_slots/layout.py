@@ -15,14 +15,13 @@ import numpy as np
 
 from .._tree.declare import Given
 from .._tree.difference import Diff, Difference, compare, rows_of, spec_rows
-from .._tree.memory import note_ties
 from .._tree.paths import nearest
-from .._tree.recognise import structure_of
 from .._tree.static_keys import contents
-from .._tree.structure import Structure
+from .._tree.structure import Structure, structure_of
 from .._tree.text import Table, as_html, as_text, describe, first_few, first_lines
 from .._tree.types import PyTree, common_dtype
-from .accidents import warn_of_accidents, warn_of_parted_ties
+from . import accidents
+from .accidents import meet, note_ties, warn_of_accidents, warn_of_parted_ties
 from .index import Index, Slot, count, differences, digest_of, refuse_refs, summary_of, warn_of_floats
 from .ties import Alias, Said, change, choose, find_ties, followers, settle
 from .where import Where, select
@@ -443,6 +442,7 @@ def layout(
         if ties is not None:
             raise ValueError("the Layout passed as `trainable` has its ties already; pass `ties` where you make it")
         return _changed_by(look_up(structure, trainable)[0], freeze, thaw)
+    structure.remember("met", lambda: meet(structure, leaves))
     made = _make(structure, trainable, freeze, thaw, ties)
     refuse_refs(index_of(made))
     for tie in () if ties is None else index_of(made).ties:
@@ -463,8 +463,10 @@ def check_is_model(leaves: Sequence[Any], structure: Structure) -> None:
 def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:
     """Returns the layout that `trainable` means for models of a structure, and the `Index` of these models.
 
-    If you pass the leaves of the model, accidental ties are warned of.
+    If you pass the leaves of the model, its ties are remembered, and accidental ones warned of.
     """
+    if leaves is not None:
+        structure.remember("met", lambda: meet(structure, leaves))
     if isinstance(trainable, Layout):
         index = index_of(trainable)
         if index.structure is not structure:
@@ -476,7 +478,7 @@ def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | 
     else:
         found = _make(structure, trainable)
     index = index_of(found)
-    if leaves is not None and (structure.is_traced or index.is_due("accidents")):
+    if leaves is not None and (structure.is_traced or index.checked.get("accidents") != accidents.changes):
         warn_of_accidents(index, leaves)
     return found, index
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._tree.paths import nearest, unquote
-from .._tree.recognise import structure_of
-from .._tree.structure import Structure, flatten, same_treedef
+from .._tree.structure import Structure, flatten, same_treedef, structure_of
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree, common_dtype, is_complex, is_inexact, value_of, widened
 from .index import Index, refuse_refs

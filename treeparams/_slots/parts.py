@@ -15,13 +15,12 @@ from jax import export
 from jax.core import Tracer
 
 from .._tree.declare import registry
-from .._tree.memory import keep_apart, note_ties
-from .._tree.recognise import structure_of
 from .._tree.static_keys import contents, identical, static_key
-from .._tree.structure import Spec, Structure, flatten, same_treedef
+from .._tree.structure import Spec, Structure, flatten, keep_apart, same_treedef, structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
-from .accidents import warn_of_forgotten_ties
+from . import accidents
+from .accidents import meet, note_ties, warn_of_forgotten_ties
 from .index import Index, refuse_refs
 from .layout import Layout, Trainable, check_is_model, index_of, look_up, trained_at
 from .match import read_slots
@@ -172,9 +171,9 @@ def take_apart(model: M, trainable: Trainable, *, by_path: bool = False) -> Part
     if by_path:
         layout = trained_at(layout, index.positions)
         index = structure.remember(("by path", layout), functools.partial(_each_by_itself, structure, layout))
-    else:
+    elif structure.refs:
         refuse_refs(index)
-    if not isinstance(trainable, Layout) and index.is_due("forgotten"):
+    if not isinstance(trainable, Layout) and index.checked.get("forgotten") != accidents.changes:
         warn_of_forgotten_ties(index)
     static = _Static(layout, index, treedef, index.gathers.values(leaves))
     return Parts(index.gathers.slots(leaves), Rest(index.gathers.kept(leaves), static))
@@ -194,6 +193,7 @@ def as_rest(tree: M, *, by_shape: bool = True, tied: bool = True) -> Rest[M]:
     one structure. Without `tied`, an array object that is at several places is kept once for each.
     """
     leaves, treedef, structure = structure_of(tree, by_shape=by_shape)
+    structure.remember("met", lambda: meet(structure, leaves, is_call=not by_shape))
     layout = structure.remember(("nothing trained", tied), lambda: _nothing_trained(structure, tied))
     index = index_of(layout)
     return Rest(index.gathers.kept(leaves), _Static(layout, index, treedef, index.gathers.values(leaves)))
@@ -219,7 +219,7 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     # tracers that they are apart as the arrays were. Once per index, so that an ordinary step pays nothing.
     if slots:
         if isinstance(slots[0], Tracer):
-            keep_apart(slots)
+            keep_apart(slots if accidents.changes else ())
         elif index.gathers.tied_pairs and not index.are_ties_noted:
             note_ties(index.structure, index.gathers.tied_pairs)
             index.are_ties_noted = True

@@ -12,10 +12,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.difference import static_differences
-from .._tree.memory import AS_ARRAY
 from .._tree.paths import Glob, join_path, nearest, split_path
 from .._tree.structure import Structure, flatten, is_array, same_treedef
-from .._tree.text import describe, function_name, in_short, quoted
+from .._tree.text import AS_ARRAY, describe, function_name, in_short, quoted
 from .._tree.types import PyTree, TreeDef
 
 

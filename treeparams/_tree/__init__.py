@@ -5,11 +5,9 @@ The files, from the bottom up:
     types        PyTree and TreeDef; dtypes of leaves, arrays in another one; arrays that can be written
     paths        key paths as text and back; the nearest path to a misspelt one; globs, and what their stars match
     static_keys  static values compared by type and content; facts about an object while it lives
-    text         values, counts and calls that do not fit in words; tables as text and as HTML
+    text         values, counts and calls that do not fit in words; warnings at the line of the caller; tables
     declare      field, declare: which fields of a class are frozen or tied
-    structure    the static half of a tree: nodes, paths, shapes, arrays at several paths; deleted arrays by their paths
+    structure    the static half of a tree: nodes, paths, shapes, arrays at several paths; trees recognised
     difference   Diff; the differences of two structures, in words
-    memory       facts about leaves of models that were met; warnings at the line of the caller
-    recognise    recognises a tree whose structure is known
     copying      copy: every array in a new buffer
 """

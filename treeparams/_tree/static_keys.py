@@ -29,24 +29,28 @@ _ATOMS = (
     *(str, bytes, int, type(None), type, enum.Enum, np.dtype, np.ufunc, types.ModuleType),
     *(types.FunctionType, types.BuiltinFunctionType),
 )
-
-SIMPLE = frozenset({str, bytes, int, bool, type(None)})
-"""Types, of just these and no others, whose values are their own keys together with the type."""
-
+_SIMPLE = frozenset({str, bytes, int, bool, type(None)})  # of just these types: values that are their own keys
+# Types whose instances hold no other objects.
+_PLAIN = (
+    *(int, float, complex, str, bytes, type(None), enum.Enum, np.generic, np.dtype, np.ufunc, types.ModuleType),
+    *(jax.Device, jax.sharding.Mesh, jax.sharding.Sharding, jax.sharding.PartitionSpec),
+)
+_WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not one of the types that are part of the interpreter
 
 contents: dict[type, Callable[[Any], Sequence[Any]]] = {}
 """Classes of this library whose objects change only where the static values in them do, each with a function that lists
 these values. Objects that are equal have equal static values, and no program could tell them apart by anything else."""
 
 
-def static_key(value: object, *, strict: bool = False) -> Hashable:
+def static_key(value: object, *, strict: bool = False, bare: list[object] | None = None) -> Hashable:
     """Returns a hashable key that is equal for values that are equal in type and content.
 
     Containers, dataclasses and other objects are compared by content, arrays by identity. Bare `object()`s, which have
     no content, are identified by the order in which they appear in the value, so that a key equals itself after
-    pickling; with `strict` they are compared by identity.
+    pickling; with `strict` they are compared by identity. To number those of several values together, pass the list
+    `bare`, which collects them.
     """
-    return StaticKeys(strict=strict).key(value)
+    return _Keys(strict, [] if bare is None else bare).key(value)
 
 
 def identical(these: Sequence[Any], those: Sequence[Any]) -> bool:
@@ -74,79 +78,12 @@ def with_object(function: Callable[..., T]) -> Callable[..., T]:
     return remembering
 
 
-def is_settled(value: object) -> bool:
-    """Returns whether a value cannot change in place, so that the same object always has the same content."""
-    kind = type(value)
-    if isinstance(value, (tuple, frozenset)) and kind in (tuple, frozenset):
-        return all(map(is_settled, value))
-    if kind in contents:
-        return all(map(is_settled, contents[kind](value)))
-    return kind in SIMPLE or isinstance(value, (*_ATOMS, np.generic)) or kind in (float, complex) or _is_of_jax(kind)
-
-
-class StaticKeys:
-    """Keys of the values within one value, which may contain itself and may hold one object several times."""
-
-    def __init__(self, *, strict: bool = False) -> None:
-        self.bare: list[object] = []  # the bare objects that were met, in order
-        self._strict = strict
-        self._above: set[int] = set()  # the objects that are being looked into
-
-    def key(self, value: object) -> Hashable:
-        """Returns the key of one of the values; see `static_key`."""
-        kind = type(value)
-        if kind in (float, complex):
-            return kind, repr(value)  # tells 0.0 from -0.0, and NaN is equal to NaN
-        if isinstance(value, np.generic):
-            return kind, value.dtype, value.tobytes()
-        if kind in contents and is_settled(value):
-            return kind, value
-        if isinstance(value, _ATOMS) or _is_of_jax(kind):
-            return (kind, value) if not isinstance(value, jax.Array) else _Identity(value, None)
-        if isinstance(value, np.ndarray):
-            return _Identity(value, value.copy() if value.flags.writeable else None)
-        if kind is object:
-            if self._strict:
-                return kind, value
-            if not any(each is value for each in self.bare):
-                self.bare.append(value)
-            return kind, next(i for i, each in enumerate(self.bare) if each is value)
-        # A value that contains itself would be walked forever. Where it comes round again its type stands for it.
-        if id(value) in self._above:
-            return kind, "contains itself"
-        self._above.add(id(value))
-        try:
-            return kind, self._content(value)
-        finally:
-            self._above.discard(id(value))
-
-    def _content(self, value: object) -> Hashable:
-        if isinstance(value, (tuple, list, collections.deque)):
-            return tuple([(type(each), each) if type(each) in SIMPLE else self.key(each) for each in value])
-        if isinstance(value, Mapping):  # in their order, which decides the order of a dictionary built in a program
-            return tuple((self.key(key), self.key(value[key])) for key in value)
-        if isinstance(value, Set):
-            return frozenset(map(self.key, value))
-        if isinstance(value, slice):
-            return self.key((value.start, value.stop, value.step))
-        if isinstance(value, types.MethodType):
-            return self.key(value.__func__), self.key(value.__self__)
-        if isinstance(value, functools.partial):
-            return self.key(value.func), self.key(value.args), self.key(value.keywords)
-        node = jtu.default_registry.flatten_one_level(value)
-        if node is not None:
-            children, data = node
-            return self.key(data), tuple(map(self.key, children))
-        # Anything else: by its own `==`, where that promises not to change, and by its attributes, which do.
-        try:
-            state = object.__getstate__(value)
-        except TypeError:  # of a type written in C
-            state = None
-        try:
-            hash(value)
-        except TypeError:
-            return self.key(state) if state is not None else _Snapshot(value)
-        return value, self.key(state)
+def found_at(module: str, name: str) -> Any:
+    """Looks up a dotted name in an imported module; returns `None` if it does not exist."""
+    found = sys.modules.get(module)
+    for each in name.split("."):
+        found = getattr(found, each, None)
+    return found
 
 
 @with_object
@@ -156,47 +93,122 @@ def _is_of_jax(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in ("jax", "jaxlib", "equinox") and not issubclass(kind, eqx.Module)
 
 
-def found_at(module: str, name: str) -> Any:
-    """Looks up a dotted name in an imported module; returns `None` if it does not exist."""
-    found = sys.modules.get(module)
-    for each in name.split("."):
-        found = getattr(found, each, None)
-    return found
+def is_settled(value: object) -> bool:
+    """Returns whether a value cannot change in place, so that the same object always has the same content."""
+    kind = type(value)
+    if kind in (tuple, frozenset) or kind in contents:
+        return all(map(is_settled, contents.get(kind, iter)(value)))
+    return isinstance(value, (*_ATOMS, np.generic)) or kind in (float, complex) or _is_of_jax(kind)
 
 
-class _Snapshot:
-    """The key of a value that cannot be hashed, but can be copied and compared."""
+def _parts(value: Any) -> Sequence[Any] | None:
+    """Returns the values that a container, a function with bound arguments, or a pytree consists of."""
+    if isinstance(value, (tuple, list, collections.deque, Set)):
+        return list(value)
+    if isinstance(value, Mapping):  # in their order, which decides the order of a dictionary built in a program
+        return [each for pair in value.items() for each in pair]
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    node = jtu.default_registry.flatten_one_level(value)
+    return None if node is None else [node[1], *node[0]]
 
-    def __init__(self, value: object) -> None:
-        self.value = value
-        self.then = copy.deepcopy(value)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Snapshot) or type(self.value) is not type(other.value):
-            return False
+class _Keys:
+    """Keys of the values within one value, which may contain itself and may hold one object several times."""
+
+    def __init__(self, strict: bool, bare: list[object]) -> None:
+        self.strict, self.bare = strict, bare
+        self.above: set[int] = set()  # the objects that are being looked into
+
+    def key(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in _SIMPLE:
+            return kind, value
+        if kind in (float, complex):
+            return kind, repr(value)  # tells 0.0 from -0.0, and NaN is equal to NaN
+        if isinstance(value, np.generic):
+            return kind, value.dtype, value.tobytes()
+        if isinstance(value, (jax.Array, np.ndarray)):
+            return _Identity(
+                value, value.tobytes() if isinstance(value, np.ndarray) and value.flags.writeable else None
+            )
+        if isinstance(value, _ATOMS) or _is_of_jax(kind) or (kind in contents and is_settled(value)):
+            return kind, value
+        if kind is object:
+            if self.strict:
+                return kind, value
+            if not any(each is value for each in self.bare):
+                self.bare.append(value)
+            return kind, next(i for i, each in enumerate(self.bare) if each is value)
+        # A value that contains itself would be walked forever. Where it comes round again its type stands for it.
+        if id(value) in self.above:
+            return kind, "contains itself"
+        self.above.add(id(value))
         try:
-            return bool(self.then == other.then)
-        except Exception:  # a comparison of values that hold arrays may have no truth value
-            return self.value is other.value
+            return kind, self.content(value)
+        finally:
+            self.above.discard(id(value))
 
-    def __hash__(self) -> int:
-        return hash(type(self.value))
+    def content(self, value: Any) -> Hashable:
+        parts = _parts(value)
+        if parts is not None:
+            return (frozenset if isinstance(value, Set) else tuple)(map(self.key, parts))
+        # Anything else: by its own `==`, where that promises not to change, and by its attributes, which do.
+        try:
+            state = object.__getstate__(value)
+        except TypeError:  # of a type written in C
+            state = None
+        try:
+            hash(value)
+        except TypeError:
+            return self.key(state) if state is not None else _Identity(value, copy.deepcopy(value))
+        return value, self.key(state)
 
 
 class _Identity:
-    """A key of an array, equal to that of the same array with the same elements."""
+    """A key of an array, or of another value that cannot be hashed: of the same object with the same content."""
 
-    def __init__(self, value: jax.Array | np.ndarray, then: np.ndarray | None) -> None:
-        self.value = value
-        self.then = then
+    def __init__(self, value: Any, then: Any) -> None:
+        self.value, self.then = value, then
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Identity) or self.value is not other.value:
-            return False
-        return self.then is other.then or self._bytes() == other._bytes()
-
-    def _bytes(self) -> bytes | None:
-        return None if self.then is None else self.then.tobytes()
+        return isinstance(other, _Identity) and self.value is other.value and bool(self.then == other.then)
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def is_harmless(static: Any, depth: int = 4) -> bool:
+    """Returns whether holding a static value keeps no array or tracer alive.
+
+    A tree with a value that may hold one, such as a closure over an array, is not remembered but worked out at each
+    call: a tracer that is kept alive is an error under `jax.checking_leaks`, and an array is memory.
+    """
+    kind = type(static)
+    if isinstance(static, _PLAIN) or kind is object:
+        return True
+    # What a module holds by name lives as long as the module, whoever remembers it.
+    module, name = getattr(static, "__module__", None), getattr(static, "__qualname__", None)
+    if isinstance(module, str) and isinstance(name, str) and found_at(module, name) is static:
+        return True
+    if isinstance(static, (jax.Array, np.ndarray)) or depth == 0:
+        return False
+    if isinstance(static, types.FunctionType):
+        try:
+            cells = [cell.cell_contents for cell in static.__closure__ or ()]
+        except ValueError:  # an empty cell, of a name that is not bound yet
+            return False
+        held = [static.__defaults__, static.__kwdefaults__, vars(static), *cells]
+    elif kind in contents:
+        held = contents[kind](static)
+    elif kind.__module__.startswith("jaxlib"):
+        held = [getattr(static, "__wrapped__", np.empty(0))]  # the function that `jax.jit` compiles
+    else:
+        held = _parts(static)
+        if held is None and all(cls.__flags__ & _WRITTEN_IN_PYTHON for cls in kind.__mro__[:-1]):
+            held = [object.__getstate__(static)]  # attributes and slots
+    return held is not None and all(is_harmless(each, depth - 1) for each in held)

@@ -1,14 +1,26 @@
-"""The static description of a tree: its nodes, paths, shapes and dtypes, and the arrays that are at several paths.
+"""What is static about a tree: its nodes, paths, shapes and dtypes, and the arrays that are at several paths.
 
 Leaves are numbered in tree order, nodes in preorder. So the leaves of a node, and the nodes below it, are consecutive.
+
+Working out a structure costs Python work per node, so it is done once per kind of tree. A tree is then recognised by
+comparisons that run in C: its treedef, the types, shapes and dtypes of its leaves, the identity of its static values. A
+treedef alone is not enough: JAX compares static fields by `==`, so it does not distinguish `2`, `2.0` and `True`.
+
+A structure holds the static values of its tree. So the memory of structures is weak: a full garbage collection takes
+away those that nothing else holds, such as a layout, a state or a compiled program. To work one out again takes less
+time than the collection did. A plain weak memory would forget them at once, at the end of each call.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -17,14 +29,19 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .declare import is_box
+from .declare import is_box, registry
 from .paths import join_path, sibling_entries
-from .static_keys import StaticKeys, identical, is_settled, with_object
+from .static_keys import identical, is_harmless, is_settled, static_key, with_object
 from .text import describe
 from .types import PyTree, TreeDef, is_inexact, is_ref
 
+T = TypeVar("T")
+Entries = tuple[str, ...]
+_MEMORIES = 256  # derived things per structure; far more than a program uses
 take = jtu.default_registry.flatten_one_level_with_keys
 """The children of a node with their keys, and its static value; `None` of a leaf."""
+_NO_KEY = jtu.FlattenedIndexKey  # the key that JAX gives where a class is registered without keys
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def same_treedef(a: TreeDef, b: TreeDef) -> bool:
@@ -43,37 +60,6 @@ def getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     return operator.itemgetter(*indices)
 
 
-class Avals:
-    """The avals of the arrays that fitted last.
-
-    Arrays that come out of one program share these objects from call to call. To find them the same takes a third of
-    the time of comparing shapes and dtypes.
-    """
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        self._last: list[Any] = []
-
-    def fit(self, arrays: Sequence[Any], are_right: Callable[[], bool]) -> bool:
-        """Returns whether the arrays have the avals of the last ones that fitted, or else whether they are right."""
-        try:
-            avals = list(map(_aval, arrays))
-        except AttributeError:  # of NumPy arrays, of labels, and of arrays that are only described
-            return are_right()
-        # Lists compare objects before values. Comparing the values of each takes longer than comparing shapes, so the
-        # last ones tell whether it is worth a try.
-        if avals and self._last and avals[-1] is self._last[-1] and avals == self._last:
-            return True
-        if are_right():
-            self._last = avals
-            return True
-        return False
-
-
-_aval = operator.attrgetter("aval")
-
-
 def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
     """Flattens a tree like `jax.tree.flatten`, with clear errors if it contains itself or has too many levels."""
     try:
@@ -81,62 +67,32 @@ def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
     # JAX raises one of several, by what it was doing when the stack was full. After some of them, such as those of a
     # cycle through a class, jaxlib never gives back the levels of the stack that it took; then nothing can be said.
     except Exception as error:
-        path = _find_cycle(tree)
-        if path is not None:
+        with contextlib.suppress(RecursionError):
+            path = _path_of_cycle(tree, {id(tree)}, ())
+            if path is None:  # it is not nested too deeply, not even for Python
+                raise
             raise ValueError(
                 f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
                 "keep one of the two references, or hold it in a static field"
             ) from error
-        if not _is_of_depth(error):
-            raise
         raise ValueError(
             "the tree is nested too deeply for jax.tree.flatten; if it is a chain of nodes, keep the nodes of the "
             "chain in one list"
         ) from error
 
 
-def _is_of_depth(error: BaseException | None) -> bool:
-    """Returns whether an error comes from a full stack, whatever it was turned into since."""
-    while error is not None and not isinstance(error, RecursionError):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _find_cycle(tree: PyTree) -> str | None:
+def _path_of_cycle(node: PyTree, above: set[int], entries: Entries) -> str | None:
     """Returns the path of the first node that is one of those above it."""
-    # No recursion: the tree may be as deep as memory allows.
-    above, entries = {id(tree)}, list[str]()
-    opened = [(tree, _children_of(tree, entries))]
-    while opened:
-        node, children = opened[-1]
-        for entry, child in children:
-            entries.append(entry)
-            if id(child) in above:
-                return join_path(entries)
-            above.add(id(child))
-            opened.append((child, _children_of(child, entries)))
-            break
-        else:
-            opened.pop()
-            above.discard(id(node))
-            del entries[-1:]
+    pairs = list((take(node) or [()])[0])
+    for entry, (_, child) in zip(sibling_entries([key for key, _ in pairs], entries), pairs, strict=True):
+        path = (*entries, entry)
+        found = join_path(path) if id(child) in above else _path_of_cycle(child, above | {id(child)}, path)
+        if found is not None:
+            return found
     return None
 
 
-def _children_of(node: PyTree, entries: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Returns the children of a node, each with its entry in a path."""
-    taken = take(node)
-    children = list(taken[0]) if taken is not None else []
-    names = sibling_entries([key for key, _ in children], entries)
-    return iter([(entry, child) for entry, (_, child) in zip(names, children, strict=True)])
-
-
-T = TypeVar("T")
-
-_MEMORIES = 256  # derived things per structure; far more than a program uses
-
-
-_Entries = tuple[str, ...]
+# -- The structure of a tree -------------------------------------------------------------------------------------------
 
 
 class Spec(NamedTuple):
@@ -151,7 +107,7 @@ class Node(NamedTuple):
     """An inner node, which may have no leaves; but not `None`."""
 
     cls: type
-    entries: tuple[str, ...]
+    entries: Entries
     start: int  # its first leaf
     stop: int
     static: Any  # as it is in the treedef
@@ -162,26 +118,21 @@ class Node(NamedTuple):
         return join_path(self.entries)
 
 
-_CLS = operator.attrgetter("cls")
-_KEY = operator.itemgetter(0)
-_NO_KEY = jtu.FlattenedIndexKey  # the key that JAX gives where a class is registered without keys
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Structure:
     """The static description of a kind of tree. It holds no array of the tree."""
 
     treedef: TreeDef
     nodes: tuple[Node, ...]
-    entries: tuple[tuple[str, ...], ...]  # of each leaf
+    entries: tuple[Entries, ...]  # of each leaf
     states: "_States"  # those with names
-    numbered: Mapping[int, _Entries]  # the entries that their leaves had if values went by number, as elsewhere
+    numbered: Mapping[int, Entries]  # the entries that their leaves had if values went by number, as elsewhere
     unkeyed: Mapping[str, list[Any]]  # of each node whose children go by number its class and their number, by path
+    statics: tuple[Any, ...]  # keys of each node's type and static value; taken at once, since a list may change later
+    bare: tuple[object, ...]  # static `object()`s, whose keys are their order
     specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
     values: tuple[str | None, ...]  # of each leaf that is no array what it is, for messages and tables
     first: tuple[int, ...]  # of each leaf: the first that is the same array object
-    statics: tuple[Any, ...]  # keys of each node's type and static value; taken at once, since a list may change later
-    bare: tuple[object, ...]  # static `object()`s, whose keys are their order
     settled: bool  # whether the leaves that are no arrays are of types whose values cannot change in place
     refs: frozenset[int]  # the arrays that can be written; no part of the value
     is_unpickled: bool = False  # then its bare objects are copies
@@ -203,20 +154,18 @@ class Structure:
 
     @functools.cached_property
     def kinds(self) -> tuple[int, ...]:
-        """The kind of each node."""
-        return tuple(map(self.kind_of, range(len(self.nodes))))
-
-    def kind_of(self, number: int) -> int:
-        """Returns a key that is equal for nodes with the same paths and classes below.
+        """A key of each node, equal for nodes with the same paths and classes below.
 
         Shapes, dtypes and static values do not matter.
         """
+        return tuple(map(self.kind_of, range(len(self.nodes))))
+
+    def kind_of(self, number: int) -> int:
+        """Returns the kind of one node, without those of the others."""
         node = self.nodes[number]
-        entries, specs = self.entries[node.start : node.stop], self.specs[node.start : node.stop]
-        if node.entries:
-            entries = tuple([each[len(node.entries) :] for each in entries])
-        are_parameters = tuple(map(getattr, specs, itertools.repeat("parameter"), itertools.repeat(None)))
-        return hash((entries, are_parameters, tuple(map(_CLS, self.nodes[number : node.last]))))
+        entries = tuple([each[len(node.entries) :] for each in self.entries[node.start : node.stop]])
+        are_parameters = tuple([spec and spec.parameter for spec in self.specs[node.start : node.stop]])
+        return hash((entries, are_parameters, tuple([each.cls for each in self.nodes[number : node.last]])))
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -280,130 +229,100 @@ class Structure:
 
 def scan_tree(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     """Works out the structure of a tree."""
-    read = _Reading(tree)
+    read = _read(tree)
     specs: list[Spec | None] = []
     same, first = list(range(len(leaves))), {}
-    kinds = set(map(type, leaves))
-    of_jax = {each for each in kinds if _is_array_type(each) and not issubclass(each, np.ndarray)}
     for i, leaf in enumerate(leaves):
         try:
-            spec = _spec_of(leaf.shape, leaf.dtype) if type(leaf) in of_jax else _spec(leaf)
+            spec = _spec(leaf)
         except TypeError as error:
             raise TypeError(
-                f"{join_path(read.entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not support; "
+                f"{join_path(read['entries'][i])!r} is a NumPy array of {leaf.dtype}, which JAX does not support; "
                 "convert it, or hold it in a static field"
             ) from error
         specs.append(spec)
         if spec is not None and type(leaf) is not jax.ShapeDtypeStruct:
             same[i] = first.setdefault(id(leaf), i)
+    others = {i: leaf for i, leaf in enumerate(leaves) if specs[i] is None}
     # One leaf of each type tells for all of them, but for frozen sets, which hold values of any type.
-    one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
-    settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
-    is_traced = bool([kind for kind in kinds if issubclass(kind, Tracer)])
-    kind = lambda leaf: "function" if callable(leaf) else type(leaf).__name__
-    values = tuple([None if spec else kind(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
-    arrays = tuple(specs), values, tuple(same)
-    return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, refs_in(leaves), is_traced=is_traced)
+    one_of_each = {type(leaf): leaf for leaf in others.values()}
+    names = {i: "function" if callable(leaf) else type(leaf).__name__ for i, leaf in others.items()}
+    return Structure(
+        treedef=treedef,
+        specs=tuple(specs),
+        values=tuple(map(names.get, range(len(leaves)))),
+        first=tuple(same),
+        settled=frozenset not in one_of_each and all(map(is_settled, one_of_each.values())),
+        refs=_refs_in(leaves),
+        is_traced=any(issubclass(kind, Tracer) for kind in set(map(type, leaves))),
+        **read,
+    )
 
 
-def refs_in(leaves: Sequence[Any]) -> frozenset[int]:
-    """Returns the positions of the refs."""
+def _refs_in(leaves: Sequence[Any]) -> frozenset[int]:
     return frozenset([i for i, leaf in enumerate(leaves) if is_ref(leaf)])
 
 
-class _Reading:
-    """The nodes of a tree in preorder, the entries of each leaf's path, and the keys of all nodes' static values.
+def _read(tree: PyTree) -> dict[str, Any]:
+    """Returns the nodes of a tree, the entries of its leaves, and the keys of all static values: fields of `Structure`.
 
     The tree is taken apart one level at a time, which gives keys, children and static value of a node together.
     """
-
-    def __init__(self, tree: PyTree) -> None:
-        self.nodes: list[Any] = []
-        self.entries: list[tuple[str, ...]] = []
-        self.statics: list[Hashable] = []
-        self._unkeyed: dict[int, int] = {}  # the number of children, by node
-        self._keys = StaticKeys()
-        self._known: dict[Hashable, Hashable] = {}  # many nodes have the same objects as static values
-        self._held: list[object] = []  # so that no other object gets the identity of one that is known
-        self._visit(tree)
-
-    def found(
-        self,
-    ) -> tuple[tuple[Node, ...], tuple[_Entries, ...], "_States", dict[int, _Entries], dict[str, list[Any]]]:
-        """Returns the nodes, the entries of each leaf, the names of states, and the nodes without keys."""
-        has_states = any(self.nodes[number].cls is eqx.nn.State for number in self._unkeyed)
-        states, numbered = _name_states(self.nodes, self.entries) if has_states else ({}, {})
-        pairs = [(self.nodes[number], count) for number, count in self._unkeyed.items()]
-        by_number = {each.path: [each.cls.__name__, count] for each, count in pairs if each.entries not in states}
-        return tuple(self.nodes), tuple(self.entries), states, numbered, by_number
-
-    def keys(self) -> tuple[tuple[Hashable, ...], tuple[object, ...]]:
-        """Returns the static keys, and the bare objects in them."""
-        return tuple(self.statics), tuple(self._keys.bare)
-
-    def _visit(self, tree: PyTree) -> None:
-        # No recursion: from Python 3.12 on, JAX takes more levels than Python has frames.
-        opened: list[tuple[Any, ...]] = []  # the nodes above, each with its siblings that are not read yet
-        children, above = zip([(None, tree)], [None], strict=True), ()
-        while True:
-            for (_, child), entry in children:
-                path = above if entry is None else (*above, entry)
-                taken = take(child)
-                if taken is None:
-                    self.entries.append(path)
-                    continue
-                kind, data, pairs = type(child), taken[1], list(taken[0])
-                names = keys_of(kind, pairs)
-                self.statics.append((kind, len(names), self._static_key(data)))
-                if child is None:
-                    continue
-                if names and type(names[0]) is _NO_KEY:
-                    self._unkeyed[len(self.nodes)] = len(names)
-                opened.append((len(self.nodes), kind, path, len(self.entries), data, children, above))
-                self.nodes.append(None)  # in preorder; its last leaf is not known yet
-                children, above = zip(pairs, _entries_below(kind, names, path), strict=True), path
-                break
-            else:
-                if not opened:
-                    return
-                number, kind, path, start, data, children, above = opened.pop()
-                self.nodes[number] = Node(kind, path, start, len(self.entries), data, len(self.nodes))
-
-    def _static_key(self, data: object) -> Hashable:
-        # JAX makes the tuple of static fields anew at each flattening, around values that are not.
-        same = tuple(map(id, data)) if type(data) is tuple else id(data)
-        if same not in self._known:
-            self._held.append(data)
-            self._known[same] = self._keys.key(data)
-        return self._known[same]
+    nodes, entries, statics, bare = list[Any](), list[Entries](), list[Hashable](), list[object]()
+    unkeyed: dict[int, int] = {}  # the number of children, by node
+    known: dict[Hashable, tuple[Any, Hashable]] = {}  # many nodes have the same objects as static values
+    # No recursion: from Python 3.12 on, JAX takes more levels than Python has frames.
+    opened: list[tuple[Any, ...]] = []  # the nodes above, each with its siblings that are not read yet
+    children, above = iter([((None, tree), None)]), ()
+    while True:
+        for (_, child), entry in children:
+            path = above if entry is None else (*above, entry)
+            taken = take(child)
+            if taken is None:
+                entries.append(path)
+                continue
+            kind, data, pairs = type(child), taken[1], list(taken[0])
+            keys = keys_of(kind, pairs)
+            # JAX makes the tuple of static fields anew at each flattening, around values that are not.
+            same = tuple(map(id, data)) if type(data) is tuple else id(data)
+            if same not in known:  # it is held, so that no other object gets its identity
+                known[same] = data, static_key(data, bare=bare)
+            statics.append((kind, len(keys), known[same][1]))
+            if child is None:
+                continue
+            if keys and type(keys[0]) is _NO_KEY:
+                unkeyed[len(nodes)] = len(keys)
+            opened.append((len(nodes), kind, path, len(entries), data, children, above))
+            nodes.append(None)  # in preorder; its last leaf is not known yet
+            # Siblings without leaves take part in the naming of the others, so that a path does not change when a
+            # sibling loses its leaves. A box adds no entry.
+            names = [None] if len(keys) == 1 and is_box(kind) else sibling_entries(keys, path)
+            children, above = zip(pairs, names, strict=True), path
+            break
+        else:
+            if not opened:
+                return _named(nodes, entries, unkeyed) | {"statics": tuple(statics), "bare": tuple(bare)}
+            number, kind, path, start, data, children, above = opened.pop()
+            nodes[number] = Node(kind, path, start, len(entries), data, len(nodes))
 
 
-def _entries_below(kind: type, names: Sequence[Any], path: tuple[str, ...]) -> Sequence[str | None]:
-    """Returns the entries that a node's children add to their paths; `None` for nothing, below a box."""
-    # Siblings without leaves take part in the naming of the others, so that a path does not change when a sibling loses
-    # its leaves.
-    return [None] if len(names) == 1 and is_box(kind) else sibling_entries(names, path)
-
-
-_States = Mapping[_Entries, Sequence[_Entries]]
+_States = Mapping[Entries, Sequence[Entries]]
 """For each `eqx.nn.State` whose values have names, by its entries: the entries that each value adds to these."""
 
 
-def _name_states(nodes: list[Node], entries: list[_Entries]) -> tuple[_States, dict[int, _Entries]]:
+def _named(nodes: list[Node], entries: list[Entries], unkeyed: Mapping[int, int]) -> dict[str, Any]:
     """Calls each value of an `eqx.nn.State` after the index of the model that owns it, in the nodes and leaves below.
 
     A state is a dictionary without keys. An index is in the model, and holds the key of its value. So a state without
     its model in the tree has no names, and its values go by number.
-
-    Returns:
-        The states that have names, and the entries of their leaves by number.
     """
-    indices: dict[Hashable, list[_Entries]] = {}
+    indices: dict[Hashable, list[Entries]] = {}
     for node in nodes:
         if node.cls is eqx.nn.StateIndex:
             indices.setdefault(node.static[-1], []).append(node.entries)
-    states, numbered = dict[_Entries, list[_Entries]](), dict[int, _Entries]()
-    for number, node in enumerate(nodes):
+    states, numbered = dict[Entries, list[Entries]](), dict[int, Entries]()
+    for number in unkeyed if indices else ():
+        node = nodes[number]
         if node.cls is not eqx.nn.State or not node.static or not all(key in indices for key in node.static):
             continue
         # An optimiser's state and an average hold the indices, too: the nearest one is the model's, or the topmost.
@@ -414,18 +333,20 @@ def _name_states(nodes: list[Node], entries: list[_Entries]) -> tuple[_States, d
         depth += len({index[depth] for index in found}) == 1 < min(map(len, found)) - depth
         names = states[node.entries] = [index[depth:] for index in found]
 
-        def named(its: _Entries, above: _Entries = node.entries, names: list[_Entries] = names) -> _Entries:
+        def named(its: Entries, above: Entries = node.entries, names: list[Entries] = names) -> Entries:
             return (*above, *names[int(its[len(above)])], *its[len(above) + 1 :])
 
         numbered |= {i: entries[i] for i in range(node.start, node.stop)}
-        nodes[number + 1 : node.last] = [
-            each._replace(entries=named(each.entries)) for each in nodes[number + 1 : node.last]
-        ]
+        below = slice(number + 1, node.last)
+        nodes[below] = [each._replace(entries=named(each.entries)) for each in nodes[below]]
         entries[node.start : node.stop] = map(named, entries[node.start : node.stop])
-    return states, numbered
+    pairs = [(nodes[number], count) for number, count in unkeyed.items()]
+    by_number = {node.path: [node.cls.__name__, count] for node, count in pairs if node.entries not in states}
+    found = {"nodes": tuple(nodes), "entries": tuple(entries), "states": states}
+    return found | {"numbered": numbered, "unkeyed": by_number}
 
 
-def _count_shared(*several: _Entries) -> int:
+def _count_shared(*several: Entries) -> int:
     """Returns how many entries several paths share at the start."""
     different = (i for i, entries in enumerate(zip(*several, strict=False)) if len(set(entries)) > 1)
     return next(different, min(map(len, several)))
@@ -433,23 +354,15 @@ def _count_shared(*several: _Entries) -> int:
 
 def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Returns the keys of a node's children, from the children and keys that JAX gives."""
-    names = list(map(_KEY, children))
+    keys = [key for key, _ in children]
     if issubclass(kind, tuple) and kind is not tuple:  # jaxlib gives each field of a NamedTuple the first one's key
-        return list(map(jtu.GetAttrKey, getattr(kind, "_fields", names)))
-    return names
+        return list(map(jtu.GetAttrKey, getattr(kind, "_fields", keys)))
+    return keys
 
 
-def _from_skeleton(
-    skeleton: PyTree,
-    specs: tuple[Spec | None, ...],
-    values: tuple[str | None, ...],
-    first: tuple[int, ...],
-    settled: bool,
-    refs: frozenset[int],
-) -> Structure:
-    treedef, read = jtu.tree_structure(skeleton), _Reading(skeleton)
-    arrays = specs, values, first
-    return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, refs, is_unpickled=True)
+def _from_skeleton(skeleton: PyTree, specs: Any, values: Any, first: Any, settled: bool, refs: Any) -> Structure:
+    arrays = {"specs": specs, "values": values, "first": first, "settled": settled, "refs": refs}
+    return Structure(treedef=jtu.tree_structure(skeleton), is_unpickled=True, **arrays, **_read(skeleton))
 
 
 def _spec(leaf: Any) -> Spec | None:
@@ -511,3 +424,148 @@ def naming_deleted(*trees: PyTree) -> Iterator[None]:
                         "after the step, keep a copy, tp.copy(model)"
                     ) from error
         raise
+
+
+# -- Trees recognised --------------------------------------------------------------------------------------------------
+
+# JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a
+# program, small enough to let go of models that a long notebook session has built and thrown away.
+_BUCKETS = 256
+_PER_BUCKET = 64
+
+
+class _Known:
+    """A structure and the tree it was worked out from; a tree that agrees in all of this has the same structure."""
+
+    def __init__(self, structure: Structure, leaves: list[Any], treedef: TreeDef, statics: list[Any]) -> None:
+        self.structure = structure
+        structure.remember("known", lambda: self)  # whoever holds the structure keeps it known
+        self.treedef, self.context, self.types = treedef, _context(), list(map(type, leaves))
+        # The leaves whose type is that of an array. An object or text array is none to JAX, but its type is.
+        pairs = enumerate(zip(leaves, structure.specs, strict=True))
+        self.positions = [i for i, (leaf, spec) in pairs if spec is not None or isinstance(leaf, np.ndarray)]
+        self.arrays = getter(self.positions)
+        found = self.arrays(leaves)
+        self.shapes, self.dtypes = list(map(_shape, found)), list(map(_dtype, found))
+        self.distinct = len(set(map(id, found)))
+        # Of a NumPy array the type says nothing of the dtype.
+        self.numpy = getter([i for i in self.positions if isinstance(leaves[i], np.ndarray)])
+        self.numpy_dtypes = list(map(_dtype, self.numpy(leaves)))
+        self.statics = statics  # holding them keeps their identity theirs
+        # If the same static objects can have another content, a snapshot is kept.
+        self.key = None if all(map(is_settled, _distinct(statics).values())) else _keys_of(statics)
+
+    def fits(self, leaves: list[Any], treedef: TreeDef, kinds: list[type], statics: list[Any], by_shape: bool) -> bool:
+        """Returns whether a tree has this structure; without `by_shape` up to the shapes and dtypes of JAX's arrays.
+
+        Cheap comparisons that often fail come first. Each is one call that runs in C, however many leaves there are.
+        """
+        if self.types != kinds or self.context != _context() or not same_treedef(self.treedef, treedef):
+            return False
+        # Of a tracer the type does not tell whether it is a ref.
+        if self.structure.is_traced and _refs_in(leaves) != self.structure.refs:
+            return False
+        arrays = self.arrays(leaves)
+        if by_shape and (list(map(_shape, arrays)) != self.shapes or list(map(_dtype, arrays)) != self.dtypes):
+            return False
+        if not by_shape and self.numpy_dtypes != list(map(_dtype, self.numpy(leaves))):
+            return False
+        if len(set(map(id, arrays))) != self.distinct:
+            return False
+        # As many objects as leaves: then nothing is tied. With ties their number does not tell which are one.
+        first = self.structure.first
+        if self.distinct < len(arrays) and not all(leaves[i] is leaves[first[i]] for i in self.positions):
+            return False
+        # Trees made from one another share the objects; only a tree built afresh takes the comparison by value.
+        if self.key is not None:
+            return _keys_of(statics) == self.key
+        return all(map(operator.is_, statics, self.statics)) or _keys_of(statics) == _keys_of(self.statics)
+
+
+def _context() -> tuple[int, np.dtype]:
+    """Returns what a structure depends on besides its tree: the declarations, and whether JAX has 64 bits."""
+    return registry.version, jax.dtypes.canonicalize_dtype(np.float64)
+
+
+def _distinct(statics: Sequence[Any]) -> dict[int, Any]:
+    """Returns each object once, by identity: many nodes hold the same, such as an activation."""
+    return dict(zip(map(id, statics), statics, strict=True))
+
+
+def _keys_of(statics: Sequence[Any]) -> list[Hashable]:
+    keys = {number: static_key(each, strict=True) for number, each in _distinct(statics).items()}
+    return list(map(keys.__getitem__, map(id, statics)))
+
+
+_known: "collections.OrderedDict[int, list[_Known]]" = collections.OrderedDict()
+_set_aside: list[tuple[int, list["weakref.ref[_Known]"]]] = []
+_changing = threading.Lock()  # for writing to `_known`; reading needs none
+
+
+def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], TreeDef, Structure]:
+    """Returns the leaves of a tree, its treedef, and its structure.
+
+    Without `by_shape`, the structure may have other shapes and dtypes. The structure's own treedef may hold other
+    static *objects* of the same type and value.
+    """
+    leaves, treedef = flatten(tree)
+    kinds, statics, hashed = list(map(type, leaves)), static_values(treedef), hash(treedef)
+    bucket = _known.get(hashed, [])
+    for i, known in enumerate(bucket):
+        if known.fits(leaves, treedef, kinds, statics, by_shape):
+            if i:  # to the front, where it is found at once; in a new list, since another thread may read the old one
+                _known[hashed] = [known, *bucket[:i], *bucket[i + 1 :]]
+            return leaves, treedef, known.structure
+    known = _Known(scan_tree(tree, leaves, treedef), leaves, treedef, statics)
+    if all(map(is_harmless, _distinct(statics).values())):
+        with _changing:
+            # A new list, since another thread may be reading the old one. The newest first: it is the likeliest.
+            _known[hashed] = [known, *_known.get(hashed, ())][:_PER_BUCKET]
+            _known.move_to_end(hashed)
+            while len(_known) > _BUCKETS:
+                _known.popitem(last=False)
+            if _let_go not in gc.callbacks:
+                gc.callbacks.append(_let_go)
+    return leaves, treedef, known.structure
+
+
+def _let_go(phase: str, info: dict[str, int]) -> None:
+    """Holds the known structures by weak reference while a full garbage collection runs."""
+    if info["generation"] == 2 and phase == "start":
+        _set_aside[:] = [(hashed, list(map(weakref.ref, bucket))) for hashed, bucket in _known.items()]
+        _known.clear()
+    elif info["generation"] == 2:
+        for hashed, bucket in _set_aside:
+            found = [known for each in bucket if (known := each()) is not None]
+            if found:
+                _known.setdefault(hashed, found)
+
+
+def static_values(treedef: TreeDef) -> list[Any]:
+    """Returns the static values of all nodes."""
+    values: list[Any] = []
+    # JAX walks over the nodes and calls back for each; the leaves are given as `None`, and `bool` of them is for free.
+    extend, append = values.extend, values.append
+    leaves = itertools.repeat(None, treedef.num_leaves)
+    # Tuples and lists are made anew at each flattening, around values that are not.
+    treedef.walk(lambda _, data: extend(data) if type(data) in (tuple, list) else append(data), bool, leaves)
+    return values
+
+
+# -- Tracers that are apart --------------------------------------------------------------------------------------------
+
+_apart: dict[int, "weakref.ref[Tracer]"] = {}  # by identity
+
+
+def keep_apart(tracers: Iterable[Any]) -> None:
+    """Remembers tracers that are separate as their arrays are: arguments of `tp.jit`, slots of a `Rest`, copies."""
+    for each in tracers:
+        if isinstance(each, Tracer):
+            # An identity serves another object when a tracer is gone, so the entry goes with it.
+            key = id(each)
+            _apart[key] = weakref.ref(each, lambda _, key=key: _apart.pop(key, None))
+
+
+def are_apart(values: Iterable[Any]) -> bool:
+    """Returns whether values are tracers that are separate as their arrays are."""
+    return all(id(each) in _apart for each in values)

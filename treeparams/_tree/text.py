@@ -8,9 +8,11 @@ import inspect
 import itertools
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
+import jaxtyping
 import numpy as np
 
 from .paths import nearest
@@ -184,6 +186,28 @@ def in_bytes(count: int) -> str:
     while scaled >= 999.95 and len(prefixes) > 1:
         scaled, prefixes = scaled / 1000, prefixes[1:]
     return f"{count} B" if count < 1000 else f"{scaled:,.1f} {prefixes[0]}B"
+
+
+# -- Warnings at the line that calls this library ----------------------------------------------------------------------
+
+AS_ARRAY = "write jnp.asarray(number), or tp.field(converter=jnp.asarray) in its class"
+# Where run-time checks of annotations are switched on, they stand between the calls of this library.
+_OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
+_given: dict[Hashable, None] = {}  # what warnings were about, the oldest first
+
+
+def warn(message: str, about: Hashable = None) -> None:
+    """Gives a warning at the line that called this library; only once for each `about`."""
+    if about in _given:
+        return
+    if about is not None:
+        _given[about] = None
+        if len(_given) > 1000:
+            del _given[next(iter(_given))]
+    frame, levels = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, levels = frame.f_back, levels + 1
+    warnings.warn(message, UserWarning, stacklevel=levels)
 
 
 # -- Tables ------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,8 @@ from jaxtyping import Array, Bool, Inexact
 from .._slots.ties import declared_frozen, find_ties
 from .._slots.where import Where, select
 from .._tree.declare import field
-from .._tree.recognise import structure_of
 from .._tree.static_keys import identical
-from .._tree.structure import Structure, same_treedef, scan_tree
+from .._tree.structure import Structure, same_treedef, scan_tree, structure_of
 from .._tree.types import PyTree, TreeDef, is_complex
 from ._constrained import as_parameter, as_row, constrained_kinds, is_jax_or_numpy, replaced, wide
 from ._matrix import AbstractMatrix, Weight, apply, apply_transposed, as_weight, to_dense

@@ -18,9 +18,8 @@ from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from .._programs import Kind, Walk, bind, derivative, is_floating, is_linear, kind_of, operation_name, programs
-from .._tree.memory import warn
-from .._tree.recognise import structure_of
-from .._tree.text import count_of, describe
+from .._tree.structure import structure_of
+from .._tree.text import count_of, describe, warn
 from .._tree.types import PyTree
 from ._reals import basis, in_sweeps, output, real_array
 

@@ -16,8 +16,7 @@ from jax.core import Tracer
 
 from .._slots.layout import MisfitError, index_of
 from .._slots.parts import Parts, take_apart
-from .._tree.recognise import structure_of
-from .._tree.structure import flatten, is_array
+from .._tree.structure import flatten, is_array, structure_of
 from .._tree.types import PyTree
 from ._master import MasterState, copies_in
 from ._state import ONE, TrainableState, free_rates, map_injected, nodes_of

@@ -21,9 +21,8 @@ from .._slots.ties import declaring_nodes, find_ties
 from .._slots.where import Where, name_of
 from .._tree.declare import read_source
 from .._tree.paths import join_path, key_entries, split_path
-from .._tree.recognise import structure_of
 from .._tree.static_keys import contents
-from .._tree.structure import is_array
+from .._tree.structure import is_array, structure_of
 from .._tree.text import Table, as_html, as_text, describe, quoted
 from .._tree.types import PyTree
 from ._coupling import without_nodes

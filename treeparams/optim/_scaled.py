@@ -18,8 +18,7 @@ from .._forms.form import Form
 from .._slots.index import Index, first_entries
 from .._slots.layout import Layout, index_of
 from .._slots.where import Where, name_of
-from .._tree.recognise import structure_of
-from .._tree.structure import is_array
+from .._tree.structure import is_array, structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree, common_dtype
 from .._walk import global_norm

@@ -24,10 +24,9 @@ from jaxtyping import Array, Float, Int
 from .._forms.form import Form
 from .._forms.states import Copies, Division, Entries, Init, divide, entries_of, regroup
 from .._slots.layout import Layout, index_of
-from .._tree.memory import warn
 from .._tree.static_keys import contents
 from .._tree.structure import is_array
-from .._tree.text import describe, first_few, function_name
+from .._tree.text import describe, first_few, function_name, warn
 from .._tree.types import PyTree
 
 T = TypeVar("T")

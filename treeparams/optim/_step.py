@@ -18,7 +18,7 @@ from .._slots.layout import Layout, look_up, trained_at
 from .._slots.match import per_slot
 from .._slots.parts import Parts, take_apart
 from .._tree.paths import key_entries
-from .._tree.recognise import structure_of
+from .._tree.structure import structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree, common_dtype, is_complex
 from ._master import copies_in, landed

@@ -23,9 +23,8 @@ from .._slots.index import warn_of_nothing
 from .._slots.layout import Layout, Trainable, index_of, trained_at
 from .._slots.match import slot_gradients
 from .._slots.parts import Parts, kept_arrays, take_apart
-from .._tree.memory import warn
 from .._tree.paths import nearest
-from .._tree.text import describe, first_few
+from .._tree.text import describe, first_few, warn
 from .._tree.types import PyTree
 from ._boundary import check_model, check_run, check_ties, counted, counting, taken_apart, zeros_filled
 from ._coupling import compared

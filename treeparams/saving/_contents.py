@@ -19,8 +19,7 @@ from .._slots.layout import Trainable, index_of, look_up
 from .._slots.ties import Alias, declared_frozen, find_ties
 from .._tree.copying import copy_leaf
 from .._tree.paths import join_path, quote
-from .._tree.recognise import structure_of
-from .._tree.structure import Spec
+from .._tree.structure import Spec, structure_of
 from .._tree.types import Array, PyTree, value_of
 from ..optim._state import TrainableState, nodes_of
 
