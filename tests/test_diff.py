@@ -1,6 +1,5 @@
 """A diff names what differs between two trees, at its path, and nothing else."""
 
-import copy
 import dataclasses
 import functools
 import math
@@ -110,25 +109,15 @@ W = ramp(2)
 SHARED = ramp(2, 3)
 SEEN = {
     "a node alone": ({"a": [W, {"b": W}]}, {}, [("a", "structure", "list of 2 leaves", "nothing")]),
-    "a leaf alone": ([W], [W, 0.5], [("1", "structure", "nothing", "0.5 (float)")]),
     "None and an array": ([None, W], [W, W], [("0", "structure", "None", "float32[2]")]),
-    "None and nothing": ({"a": None}, {}, [("a", "structure", "None", "nothing")]),
     "None and an empty node": ([None], [()], [("0", "structure", "None", "tuple of 0 leaves")]),
-    "an array and a node": ([W], [[W]], [("0", "structure", "float32[2]", "list of 1 leaf")]),
     "another class": ([{"a": W}], [Norm(W, W)], [
         ("0", "class", "dict", "Norm"),
         ("0.a", "structure", "float32[2]", "nothing"),
         ("0.scale", "structure", "nothing", "float32[2]"),
         ("0.mean", "structure", "nothing", "float32[2]"),
     ]),
-    "a class with the same fields": ([W, W], (W, None), [
-        ("", "class", "list", "tuple"),
-        ("1", "structure", "float32[2]", "None"),
-    ]),
-    "empty nodes": ([[], W], [(), W], [("0", "class", "list", "tuple")]),
-    "the root": (W, None, [("", "structure", "float32[2]", "None")]),
     "int and float": (Layer(W, 2), Layer(W, 2.0), [("kind", "static", "2 (int)", "2.0 (float)")]),
-    "int and bool": ([Layer(W, 1)], [Layer(W, True)], [("0.kind", "static", "1 (int)", "True (bool)")]),
     "within a static value": (Layer(W, ([1, 2], {"k": {"x": 3}})), Layer(W, ([1, 4], {"k": {"x": 5}})), [
         ("kind.0.1", "static", "2 (int)", "4 (int)"),
         ("kind.1.k.x", "static", "3 (int)", "5 (int)"),
@@ -137,21 +126,15 @@ SEEN = {
         ("kind", "static", "(1, 2) (tuple)", "(1,) (tuple)"),
     ]),
     "static arrays": (Registered(W, W), Registered(W, W + 0), [("", "static", "float32[2]", "another float32[2]")]),
-    "bare objects": (Layer(W, object()), Layer(W, object()), [("kind", "static", "a object", "another a object")]),
-    "fields without metadata": (Registered(W, 1), Registered(W, "one"), [("", "static", "1 (int)", "'one' (str)")]),
     "long values": (Layer(W, "x" * 99 + "a"), Layer(W, "x" * 99 + "b"), [
         ("kind", "static", "...xxxxxxxxxxa' (str)", "...xxxxxxxxxxb' (str)"),
     ]),
     "keys of one text": ({1: W}, {"1": W}, [("", "static", "1 (int)", "'1' (str)")]),
     "functions": ([jnp.tanh], [jax.nn.relu], [("0", "value", "tanh (PjitFunction)", "relu (custom_jvp)")]),
-    "functions of one name": ([np.add.reduce, ramp], [np.add.reduce, copy.copy], [
-        ("1", "value", "ramp (function)", "copy (function)"),
-    ]),
     "numbers": ([2, 2, 0.5], [2.0, True, 0.5], [
         ("0", "value", "2 (int)", "2.0 (float)"),
         ("1", "value", "2 (int)", "True (bool)"),
     ]),
-    "texts": (["a", "b"], ["a", "c"], [("1", "value", "'b' (str)", "'c' (str)")]),
     "arrays of text": ([np.array(["a"])], [np.array(["b"])], [
         ("0", "value", "array(['a'], dtype='<U1') (ndarray)", "array(['b'], dtype='<U1') (ndarray)"),
     ]),
@@ -159,14 +142,12 @@ SEEN = {
         ("0", "type", "0.5 (float)", "float32[]"),
         ("1", "value", "0.5 (float)", "0.5 (float64)"),
     ]),
-    "shapes": ([W], [ramp(3)], [("0", "shape", "float32[2]", "float32[3]")]),
     "shapes and dtypes": ([W], [jnp.arange(3)], [("0", "shape, dtype", "float32[2]", "int32[3]")]),
     "weak types": ([jnp.asarray(1.0)], [jnp.float32(1)], [("0", "weak type", "float32[], weak", "float32[]")]),
     "kinds of keys": ([jax.random.key(0)], [jax.random.key(0, impl="rbg")], [
         ("0", "dtype", "key<fry>[]", "key<rbg>[]"),
     ]),
     "a tie lost": ({"a": SHARED, "b": [SHARED]}, {"a": SHARED, "b": [SHARED + 0]}, [("a", "tie", "b.0", "nothing")]),
-    "another tie": ([SHARED, SHARED, tp.copy(SHARED)], [SHARED, tp.copy(SHARED), SHARED], [("0", "tie", "1", "2")]),
     "a smaller tie": ([SHARED] * 3, [tp.copy(SHARED), SHARED, SHARED], [
         ("0", "tie", "1, 2", "nothing"),
         ("1", "tie", "0, 2", "2"),
@@ -271,27 +252,16 @@ def test_abstract_and_traced_leaves_have_no_elements():
 nan, inf = math.nan, math.inf
 NUMBERS = {
     "floats": (f32([1, 2, 3]), f32([1, 2.5, 4]), (1.0, 0.25, 2), ("3.0", "4.0")),
-    "zero": (f32([1e-3, 0]), f32([0, 0]), (np.float32(1e-3), inf, 1), ("0.001", "0.0")),
     "NaN": (f32([nan, nan, 1]), f32([nan, 1, 1]), (inf, inf, 1), ("nan", "1.0")),
-    "infinities": (f32([inf, inf, -inf]), f32([inf, -inf, 0]), (inf, inf, 2), ("inf", "-inf")),
     "largest floats": (f32([3e38]), f32([-3e38]), (2 * float(f32(3e38)), 2.0, 1), ("3e+38", "-3e+38")),
-    "bfloat16": (W.astype(jnp.bfloat16), -W.astype(jnp.bfloat16), (3.0, 2.0, 2), ("1.5", "-1.5")),
     "float8": (f8([1, 2]), f8([1, 4]), (2.0, 0.5, 1), ("2", "4")),
     "complex": (np.complex64([1, 3 + 4j]), np.complex64([1, 0]), (5.0, inf, 1), ("(3+4j)", "0j")),
     "half a NaN": (c64([complex(1, nan)]), c64([complex(2, nan)]), (inf, inf, 1), ("(1+nanj)", "(2+nanj)")),
-    "the other half": (c64([complex(nan, 1)]), c64([complex(1, nan)]), (inf, inf, 1), ("(nan+1j)", "(1+nanj)")),
     "wide beside narrow": (i64([2**32 + 5]), np.int32([5]), (2.0**32, 2.0**32 / 5, 1), (str(2**32 + 5), "5")),
-    "narrow unsigned": (np.uint32([5]), np.uint64([2**63]), (2.0**63, 1.0, 1), ("5", str(2**63))),
-    "a large double": (np.float64([1e300]), f32([inf]), (inf, inf, 1), ("1e+300", "inf")),
-    "a small double": (np.float64([1e-300]), f32([0]), (1e-300, inf, 1), ("1e-300", "0.0")),
-    "a rounded double": (np.float64([2 + 2**-40]), f32([2]), (2.0**-40, 2.0**-41, 1), ("2.0000000000009095", "2.0")),
     "a wide complex": (np.complex128([1e300j]), c64([complex(0, inf)]), (inf, inf, 1), ("1e+300j", "infj")),
-    "ints": (np.int32([1, -5]), np.int32([1, 5]), (10.0, 2.0, 1), ("-5", "5")),
-    "bytes": (np.uint8([250, 3]), np.uint8([5, 4]), (245.0, 49.0, 2), ("250", "5")),
     "widest ints": (i64([2**63 - 1]), i64([-(2**63)]), (2.0**64, 2.0, 1), (str(2**63 - 1), str(-(2**63)))),
     "widest unsigned": (np.uint64([0]), np.uint64([2**64 - 1]), (2.0**64, 1.0, 1), ("0", str(2**64 - 1))),
     "bools": (np.array([True, False]), np.array([False, False]), (1.0, inf, 1), ("True", "False")),
-    "doubles": (np.float64([2 + 2**-40]), np.float64([2]), (2.0**-40, 2.0**-41, 1), ("2.0000000000009095", "2.0")),
 }  # fmt: skip
 
 

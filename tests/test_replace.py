@@ -61,13 +61,11 @@ def test_ties_are_kept():
     assert after["c"] is not after["d"]
     assert shared is not after["d"]
     assert tp.layout(after).ties == {"a": ("b",)}
-    for end, value in (("embed", 2 * ramp(2, 3)), ("head", 2 * ramp(2, 3).T), (("head", "embed"), 2 * ramp(2, 3))):
-        after = tp.replace(tied(), {end: value, "scale": jnp.zeros(2), "bias": lambda bias: bias + 1})
+    for end in ("embed", ("head", "embed")):
+        after = tp.replace(tied(), {end: 2 * ramp(2, 3), "scale": jnp.zeros(2), "bias": lambda bias: bias + 1})
         np.testing.assert_array_equal(after.embed, 2 * ramp(2, 3))
         np.testing.assert_array_equal(after.head, after.embed.T)
         assert not after.scale.any()
-    doubled = tp.replace(tied(), {"head": lambda head: head + jnp.arange(3.0)[:, None]})
-    np.testing.assert_array_equal(doubled.embed, ramp(2, 3) + jnp.arange(3.0)[None])
     plain = {"embed": ramp(2), "head": ramp(2)}
     known = tp.layout(plain, ties={"head": "embed"})
     assert_same(
@@ -77,33 +75,18 @@ def test_ties_are_kept():
     )
 
 
-def _first_row(x: jax.Array) -> jax.Array:
-    return x[0]
-
-
 @pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
         ({"embed": jnp.ones((3, 2))}, ValueError, r"expected float32\[2,3\] at 'embed', got float32\[3,2\]"),
-        ({"head": jnp.ones((2, 3))}, ValueError, r"expected float32\[3,2\] at 'head', got float32\[2,3\]"),
-        ({"scale": jnp.ones(3)}, ValueError, r"expected float32\[2\] at 'scale', got float32\[3\]"),
+        ({"head": jnp.ones((3, 2))}, ValueError, r"'head' names 'head', which is transpose of 'embed'; write 'embed'"),
         ({"bias": jnp.ones(2, jnp.int32)}, ValueError, r"got int32\[2\]; write value.astype\('float32'\)"),
         ({"bias": lambda b: b[:1]}, ValueError, r"the function given for 'bias' returned float32\[1\]"),
-        ({"bias": "zeros"}, TypeError, r"expected an array, a number or a function for 'bias', got str"),
-        ({"bais": jnp.ones(2)}, ValueError, r"'bais' selects nothing; nearest: 'bias'"),
         ({"act": jnp.ones(2)}, ValueError, r"'act' selects no parameter"),
         ({"**": jnp.zeros_like, "bias": jnp.ones(2)}, ValueError, r"'bias' comes too late: '\*\*' before it"),
-        (["bias"], TypeError, r"values must be a dictionary \{where: value\}, got list"),
     ],
 )
 def test_what_does_not_fit(values: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         tp.replace(tied(), values)
-
-
-def test_a_transform_that_cannot_be_undone():
-    model = {"embed": ramp(2, 3), "row": ramp(2, 3)[0]}
-    known = tp.layout(model, ties={"row": ("embed", _first_row)})
-    with pytest.raises(ValueError, match=r"'row' is _first_row of 'embed', .* pass the value of 'embed'"):
-        tp.replace(model, {"row": jnp.ones(3)}, layout=known)

@@ -16,13 +16,14 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from ._slots.accidents import keep_apart
 from ._slots.index import Index, first_entries
 from ._slots.layout import Trainable
 from ._slots.match import read_slots
 from ._slots.parts import Rest, index_in, kept_arrays, other_values, put_together, take_apart, with_kept_arrays
 from ._tree.copying import copy, copy_leaf
 from ._tree.declare import field
-from ._tree.structure import is_array, keep_apart, naming_deleted, structure_of
+from ._tree.structure import is_array, naming_deleted, structure_of
 from ._tree.text import AS_ARRAY, describe, warn
 from ._tree.types import PyTree, is_complex, is_inexact, is_ref, value_of, widened
 

@@ -3,8 +3,8 @@
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from ._slots.layout import Layout
 from ._slots.ties import find_ties
 from ._tree.difference import NOTHING, Diff, Difference, compare, groups_of, spec_rows, tie_rows
 from ._tree.paths import join_path
-from ._tree.static_keys import identical, static_key
-from ._tree.structure import Spec, flatten, naming_deleted, same_treedef, static_values, structure_of
+from ._tree.static_keys import static_key
+from ._tree.structure import Spec, naming_deleted, structure_of
 from ._tree.text import both_in_text, describe, in_text
 from ._tree.types import PyTree, is_complex, is_inexact, value_of
 
@@ -114,28 +114,14 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         return _diff_of_layouts(a, b)
     if _is_of_files(a) or _is_of_files(b):
         return _diff_by_name(a, b, tolerance)
-    if _hold_the_same(a, b):
-        return Diff(())
     ours, _, these = structure_of(a)
     theirs, _, those = structure_of(b)
+    ours, theirs = list(map(value_of, ours)), list(map(value_of, theirs))
 
     def at_leaves(i: int, j: int) -> Iterator[Difference]:
-        here, there, path = ours[i], theirs[j], these.paths[i]
-        if here is there:
-            return
-        here, there = value_of(here), value_of(there)
-        one, other = these.specs[i], those.specs[j]
-        if one is None and other is None:
-            if not _are_equal_values(here, there, tolerance):
-                yield Difference(path, "value", *both_in_text(here, there))
-        elif one is None or other is None:
-            yield Difference(path, "type", *both_in_text(here, there))
-        else:
-            yield from spec_rows(path, one, other)
-            yield from _weak_type_rows(path, (one, here), (other, there))
-            if one.shape == other.shape and _is_concrete(here) and _is_concrete(there):
-                yield from _sharding_rows(path, here, there)
-                yield from _element_rows(path, here, there, tolerance)
+        if ours[i] is not theirs[j]:
+            values = these.specs[i] or ours[i], those.specs[j] or theirs[j]
+            yield from _leaf_rows(these.paths[i], *values, lambda: (ours[i], theirs[j]), tolerance)
 
     def is_shared(path: str) -> bool:
         i, j = these.index.get(path), those.index.get(path)
@@ -143,9 +129,41 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
 
     with naming_deleted(a, b):
         rows = list(compare(these, those, at_leaves, (ours, theirs)))
-    seen = [row for row in rows if row.what != "elements"]
-    by_size = sorted([row for row in rows if row.what == "elements"], key=_ABSOLUTE, reverse=True)
-    return Diff([*seen, *tie_rows(groups_of(these), groups_of(those), is_shared), *by_size])
+    return _sorted([*rows, *tie_rows(groups_of(these), groups_of(those), is_shared)])
+
+
+def _sorted(rows: Sequence[Difference]) -> Diff:
+    """Returns the rows as they are, and after them those of elements, the largest difference first."""
+    elements = [row for row in rows if row.what == "elements"]
+    return Diff([*(row for row in rows if row.what != "elements"), *sorted(elements, key=_ABSOLUTE, reverse=True)])
+
+
+def _leaf_rows(
+    path: str,
+    one: Any,
+    other: Any,
+    read: Callable[[], tuple[Any, Any]],
+    tolerance: tuple[float, float],
+    *,
+    of_jax: bool = True,
+) -> Iterator[Difference]:
+    """Yields how two leaves differ, each a `Spec` of an array that is then read, or a value."""
+    if not (isinstance(one, Spec) and isinstance(other, Spec)):
+        if isinstance(one, Spec) or isinstance(other, Spec):
+            yield Difference(path, "type", *both_in_text(one, other))
+        elif not _are_equal_values(one, other, tolerance):
+            yield Difference(path, "value", *both_in_text(one, other))
+        return
+    yield from spec_rows(path, one, other)
+    if not (of_jax or one.shape == other.shape):
+        return
+    here, there = read()
+    if of_jax:
+        yield from _weak_type_rows(path, (one, here), (other, there))
+    if one.shape == other.shape and _is_concrete(here) and _is_concrete(there):
+        if of_jax:
+            yield from _sharding_rows(path, here, there)
+        yield from _element_rows(path, here, there, tolerance)
 
 
 def _diff_of_layouts(a: Any, b: Any) -> Diff:
@@ -180,31 +198,11 @@ def _sharding_rows(path: str, here: jax.Array | np.ndarray, there: jax.Array | n
 def _tolerance(name: str, value: float | int | None) -> float:
     if value is None:
         return 0.0
-    try:
-        number = None if isinstance(value, (bool, str)) else float(value)
-    except (TypeError, ValueError):
-        number = None
-    if number is None:
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
         raise TypeError(f"{name} must be a number, at least 0, or None, got {value!r}")
-    if not number >= 0:
+    if not float(value) >= 0:
         raise ValueError(f"{name} must be at least 0, got {value!r}")
-    return number
-
-
-def _hold_the_same(a: PyTree, b: PyTree) -> bool:
-    """Returns whether two trees hold the same objects in the same nodes, such as a model and a copy of its containers.
-
-    This check is cheap: an unknown structure takes tens of times longer to work out.
-    """
-    (ours, these), (theirs, those) = flatten(a), flatten(b)
-    if not identical(ours, theirs) or not same_treedef(these, those):
-        return False
-    ours, theirs = static_values(these), static_values(those)
-    return len(ours) == len(theirs) and all(map(_is_same_static, ours, theirs))
-
-
-def _is_same_static(here: object, there: object) -> bool:
-    return here is there or static_key(here, strict=True) == static_key(there, strict=True)
+    return float(value)
 
 
 def _is_concrete(leaf: object) -> bool:
@@ -227,7 +225,7 @@ def _are_equal_values(here: object, there: object, tolerance: tuple[float, float
         return False
     if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):  # of texts or objects
         return here.dtype == there.dtype and bool(np.array_equal(here, there))
-    if _is_same_static(here, there):
+    if here is there or static_key(here, strict=True) == static_key(there, strict=True):
         return True
     are_numbers = any(tolerance) and isinstance(here, (float, complex, np.inexact))
     return are_numbers and not list(_element_rows("", np.asarray(here), np.asarray(there), tolerance))
@@ -253,21 +251,13 @@ def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
     here, there = ({**each.specs, **(each.numbers or {} if say_numbers else {})} for each in (ours, theirs))
     computed = {*ours.computed, *theirs.computed}
     rows = [*_missing_rows(here, there, computed, 0), *_missing_rows(there, here, computed, 1)]
-    by_size = list[Difference]()
     for name in [name for name in here if name in there]:
-        one, other = here[name], there[name]
-        if isinstance(one, Spec) and isinstance(other, Spec):
-            rows += spec_rows(name, one, other)
-            is_again = name in ours.aliases and ours.aliases[name] == theirs.aliases.get(name)
-            pair = (ours[name], theirs[name]) if one.shape == other.shape and not is_again else ()
-            if pair and all(map(_is_concrete, pair)):
-                by_size += _element_rows(name, *pair, tolerance)
-        elif isinstance(one, Spec) or isinstance(other, Spec):
-            rows.append(Difference(name, "type", *both_in_text(one, other)))
-        elif not _are_equal_values(one, other, tolerance):
-            rows.append(Difference(name, "value", *both_in_text(one, other)))
-    ties = tie_rows(_ties_of(ours), _ties_of(theirs), lambda name: name in ours.specs and name in theirs.specs)
-    return Diff([*rows, *ties, *sorted(by_size, key=_ABSOLUTE, reverse=True)])
+        # What is the same array again is read once.
+        is_again = name in ours.aliases and ours.aliases[name] == theirs.aliases.get(name)
+        read = lambda name=name, is_again=is_again: (None, None) if is_again else (ours[name], theirs[name])
+        rows += _leaf_rows(name, here[name], there[name], read, tolerance, of_jax=False)
+    one, other = ([(name, alias, "") for alias, name in each.aliases.items()] for each in (ours, theirs))
+    return _sorted([*rows, *tie_rows(one, other, lambda name: name in ours.specs and name in theirs.specs)])
 
 
 def _by_name(source: Any) -> Names:
@@ -306,14 +296,6 @@ def _missing_rows(
     for head, names in heads.items():
         text = in_text(these[head]) if names == [head] else f"{len(names):,} lea{'f' if len(names) == 1 else 'ves'}"
         yield Difference(head, "structure", *((text, NOTHING) if side == 0 else (NOTHING, text)))
-
-
-def _ties_of(names: Names) -> dict[str, dict[str, str]]:
-    """Groups the names of each array that has several, by the first of them."""
-    found: dict[str, dict[str, str]] = {}
-    for alias, name in names.aliases.items():
-        found.setdefault(name, {name: ""})[alias] = ""
-    return found
 
 
 # -- Elements of two arrays of one shape, by value ---------------------------------------------------------------------

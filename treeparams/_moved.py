@@ -9,10 +9,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ._programs import Kind, Marks, is_floating, kind_of, makes_zeros, traced
 from ._reached import reached
+from ._slots.accidents import keep_apart
 from ._slots.index import Index
-from ._slots.layout import Layout, index_of, look_up, noted, trained_at
+from ._slots.layout import Layout, index_of, look_up, trained_at
 from ._slots.parts import arrays_in, as_rest, index_in, put_together, with_kept_arrays
-from ._tree.structure import Structure, flatten, keep_apart, same_treedef, structure_of
+from ._tree.structure import Structure, flatten, same_treedef, structure_of
 from ._tree.text import describe, first_lines
 from ._tree.types import PyTree, TreeDef, is_inexact
 
@@ -89,7 +90,7 @@ def moved(
         if loss is not None:
             hit = reached(loss, trained_at(known, index.distinct))(model)
             notes += _notes(index, moves, set(index_of(hit).positions))
-        return noted(found, notes) if notes else found
+        return Layout(index_of(found), notes) if notes else found
 
     return cast(Any, layout_of)
 

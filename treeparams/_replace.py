@@ -1,6 +1,5 @@
 """replace: returns the model with other values for some parameters, given as `{where: value}`."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -11,11 +10,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ._slots.accidents import note_ties
-from ._slots.index import Index, first_entries
+from ._slots.index import first_entries
 from ._slots.layout import Layout, look_up
-from ._slots.ties import Alias
-from ._slots.where import name_of, read
-from ._tree.structure import Spec, Structure, is_array, structure_of
+from ._slots.where import name_of, select
+from ._tree.structure import Structure, is_array, structure_of
 from ._tree.text import describe, in_short
 from ._tree.types import value_of
 
@@ -39,8 +37,8 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     Array([0., 0., 0., 0.], dtype=float32)
 
     The first entry that selects a parameter gives its value. Ties are kept: for a tied parameter, a function is called
-    once, with the array at its source, and the result is set at all its paths. If an entry selects an alias with a
-    transform but not its source, the array that you pass has the shape of the alias.
+    once, with the array at its source, and the result is set at all its paths. A parameter with an alias that has a
+    transform is named by its source.
 
     Args:
         model: any pytree.
@@ -63,15 +61,15 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     index = look_up(structure, layout, leaves)[1]
     entries = list(values.items())
     found = first_entries(index, list(values), asked=index.distinct)
-    through = [_aliases_alone(index, where) for where in values]
     # An array at two places is a tie. So each parameter gets an array of its own where you give one for several.
     taken = {id(leaf) for i, leaf in enumerate(leaves) if is_array(leaf) and index.sources.get(i, i) not in found}
     for source, number in found.items():
         where, value = entries[number]
-        alias = through[number].get(source)
-        new = _fitting_value(structure, source if alias is None else alias.leaf, where, value, leaves)
-        if alias is not None:
-            new = _inverted(structure, alias, new)
+        computed = [alias for alias in index.aliases.get(source, ()) if alias.transforms]
+        if computed and source not in select(structure, where):
+            alias, name = structure.paths[computed[0].leaf], structure.paths[source]
+            raise ValueError(f"{name_of(where)} names {alias!r}, which is {computed[0]} of {name!r}; write {name!r}")
+        new = _fitting_value(structure, source, where, value, leaves)
         new = jnp.copy(new) if id(new) in taken else new
         taken.add(id(new))
         leaves[source] = jax.new_ref(new) if source in structure.refs else new
@@ -80,18 +78,6 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     kept = [each for each in index.ties if each.source in found and not each.transforms]
     note_ties(structure, [(each.source, each.leaf) for each in kept])
     return jtu.tree_unflatten(treedef, leaves)
-
-
-def _aliases_alone(index: Index, where: object) -> dict[int, Alias]:
-    """Returns, by source, the aliases with a transform that a `where` selects without their sources."""
-    if not any(alias.transforms for alias in index.ties):
-        return {}
-    selected = [match.leaves() for match in read(index.structure, where)[0]]
-    others = frozenset[int]().union(*[leaves for leaves in selected if not leaves <= index.follows.keys()])
-    named = frozenset[int]().union(*selected) - others
-    return {
-        each.source: each for each in index.ties if each.transforms and each.leaf in named and each.source not in others
-    }
 
 
 def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, leaves: Sequence[Any]) -> Any:
@@ -124,19 +110,3 @@ def _called(where: object, value: Any, path: str, at_hand: Any) -> Any:
             f"the function given for {name_of(where)} is called with one argument, the array at {path!r}; for an "
             f"initialiser write lambda w: init(key, w.shape, w.dtype). It failed with {in_short(error)}"
         ) from error
-
-
-def _inverted(structure: Structure, alias: Alias, value: Any) -> Any:
-    """Computes the array at the source of an alias from the array at the alias."""
-    source = structure.spec(alias.source)
-    # A transform that only moves elements is undone by its transpose, one that does more is not: this tells them apart.
-    with jax.ensure_compile_time_eval():
-        trial = jnp.arange(1, 1 + math.prod(source.shape), dtype=jnp.float32).reshape(source.shape)
-        spec = Spec(source.shape, trial.dtype, True)
-        moves = bool(jnp.array_equal(alias.pull_back(alias.value_from(trial, spec), spec), trial))
-    if not moves or math.prod(source.shape) != value.size:
-        names = structure.paths[alias.leaf], structure.paths[alias.source]
-        raise ValueError(
-            f"{names[0]!r} is {alias} of {names[1]!r}, which has no inverse; pass the value of {names[1]!r}"
-        )
-    return alias.pull_back(value, source)

@@ -1,13 +1,10 @@
 """summary: lists the arrays of a model, which of them train, their sizes and their ties."""
 
-import itertools
-
 import jax.tree_util as jtu
 
 from ._forms.restructure import Restructure, known_leaves
-from ._slots.index import Summary, joined_rows, summary_of
+from ._slots.index import Summary, summary_of
 from ._slots.layout import Layout, Trainable, check_is_model, look_up
-from ._tree.paths import join_path, split_path
 from ._tree.structure import structure_of
 from ._tree.text import count_of
 from ._tree.types import PyTree
@@ -93,16 +90,10 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
         leaves, _, structure = structure_of(model)
         check_is_model(leaves, structure)
         index, places = look_up(structure, trainable, leaves)[1], {}
-    known = summary_of(index, places)
-    rows, shown = known.rows, known.rows
     if depth is not None:
         count_of("depth", depth, "entries")
-        shown = [
-            joined_rows(path, list(members))
-            for path, members in itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
-        ]
-    notes = dict(known.notes)
+    notes: dict[str, str] = {}
     has_more = lambda node: hasattr(type(node), "summary_notes")  # as a state of an optimiser has
     for node in filter(has_more, jtu.tree_leaves(model, is_leaf=has_more)):
         notes |= node.summary_notes()
-    return Summary(rows, shown, notes)
+    return summary_of(index, places, depth=depth, notes=notes)

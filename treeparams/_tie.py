@@ -6,12 +6,12 @@ from typing import TypeVar
 import jax
 import jax.tree_util as jtu
 
-from ._slots.accidents import note_tied, note_untied
+from ._slots.accidents import keep_apart, note_tied, note_untied
 from ._slots.layout import Layout, look_up
-from ._slots.ties import Alias, checked_transform, declaring_nodes, find_ties, parameter_at
+from ._slots.ties import Alias, declaring_nodes, find_ties, tie_between
 from ._slots.where import Where, select
 from ._tree.copying import copy_leaf
-from ._tree.structure import keep_apart, structure_of
+from ._tree.structure import structure_of
 
 M = TypeVar("M")
 
@@ -71,8 +71,7 @@ def tie(
             'tp.tie needs both paths, tp.tie(model, "head", to="embed"), or none, tp.tie(model), for declared ties'
         )
     else:
-        at, source = parameter_at(structure, alias), parameter_at(structure, to)
-        linear = checked_transform(structure, at, source, transform)
+        at, source, linear = tie_between(structure, alias, to, transform)
         known = [Alias(at, source, () if linear is None else (linear,))]
         if linear is not None and known[0] not in find_ties(structure):
             written = f"jnp.{linear}" if getattr(transform, "__module__", "") == "jax.numpy" else f"{linear}"

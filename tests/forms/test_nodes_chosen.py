@@ -89,12 +89,12 @@ class Relu(eqx.Module):
     [
         (
             [Layer(0), Layer(1, weight=ramp(3, 2))],
-            r"'layers.0.weight' \(float32\[2,2\]\).* 'layers.1.weight' \(float32\[3",
+            r"'weight' is float32\[2,2\] in 'layers.0', float32\[3,2\] in 'layers.1'",
         ),
-        ([Layer(0), Layer(1, bias=ramp(2, dtype=jnp.float16))], r"'layers.1.bias' \(float16\[2\]\)"),
+        ([Layer(0), Layer(1, bias=ramp(2, dtype=jnp.float16))], r"'bias' is .*float16\[2\] in 'layers.1'"),
         (
             [Layer(0), Layer(1), Layer(2, width=3)],
-            "'layers.0' and 'layers.2' .*static value 'layers.0.width' is 2",
+            "'layers.0' and 'layers.2' .*'width' has other static values: 2",
         ),
         (
             [Layer(0), Layer(1, activation=jnp.sin)],
@@ -102,9 +102,9 @@ class Relu(eqx.Module):
         ),
         ([Layer(0), Layer(1, rate=0.25)], "'layers.0.rate' and 'layers.1.rate', .* differ"),
         ([Layer(0), Layer(1, bias=None)], r"'layers.0' and 'layers.1' .*'bias'"),
-        ([{"w": ramp(2)}, {"v": ramp(2)}], r"'layers.0' and 'layers.1' .*'v', 'w'"),
+        ([{"w": ramp(2)}, {"v": ramp(2)}], r"'layers.0' and 'layers.1' .*'w' is only in 'layers.0'"),
         ([Pair(ramp(2), None), Pair(ramp(2), ())], "'layers.0' and 'layers.1' cannot be one"),
-        ([[ramp(2)], (ramp(2),)], "'layers.0' is a list, 'layers.1' a tuple"),
+        ([[ramp(2)], (ramp(2),)], "the node is a list in 'layers.0', a tuple in 'layers.1'"),
         ([ramp(2), [ramp(2)]], "'layers.0' and 'layers.1' cannot be one"),
         ([Layer(0), Relu(), Layer(1)], "'layers.0' and 'layers.1' cannot be one"),
     ],

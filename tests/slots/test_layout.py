@@ -1,5 +1,6 @@
 """A layout is a static, exact, picklable description: what it says, what it equals, what it refuses."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -18,7 +19,7 @@ import pytest
 
 import treeparams as tp
 
-from ..zoo import ramp
+from ..zoo import enable_x64, ramp
 
 
 class Net(eqx.Module):
@@ -296,3 +297,46 @@ def test_paths_are_completed_in_a_notebook():
     vector, restructure = tp.ravel({"a": shared, "b": shared, "c": {"d": ramp(1)}})
     assert restructure.layout._ipython_key_completions_() == ["a", "b", "c.d"]
     assert restructure.view(vector)["c"]._ipython_key_completions_() == ["c.d"]
+
+
+# -- The digest
+
+
+def twice(x):
+    return 2 * x
+
+
+A, B = ramp(2, 3), ramp(3)
+
+
+def of(model, **options):
+    return tp.layout(model, **options).digest
+
+
+def test_the_digest_is_of_paths_shapes_dtypes_and_not_of_what_holds_them():
+    same = [
+        {"a": A, "b": B, "f": jnp.tanh, "n": 3},
+        {"a": np.asarray(A), "b": np.asarray(B)},
+        {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": B},
+        collections.namedtuple("AB", "a b")(A, B),
+    ]
+    # Fixed for all versions: if this changes, no checkpoint fits.
+    assert {of(model) for model in same} == {"c8db26219b45e84f"}
+    with enable_x64(True):
+        assert of(same[1]) == "c8db26219b45e84f"
+
+
+def test_each_difference_of_a_layout_changes_its_digest():
+    model = {"a": A, "b": B, "c": A.T}
+    three = {"a": A, "b": A + 1, "c": A + 2}
+    digests = [
+        *map(of, (model, model | {"b": ramp(4)}, model | {"b": B.astype(jnp.bfloat16)}, {"a": A, "b": B})),
+        of(model | {"key": jax.random.key(0)}),
+        of(model | {"count": jnp.zeros((), jnp.int32)}),
+        of(model, freeze="b"),
+        of(model, freeze="a"),
+        of(model, ties={"c": ("a", jnp.transpose)}),
+        of({"a": A, "b": A, "c": A.T}),
+        *(of(three, ties=ties) for ties in ({"b": "a"}, {"b": ("a", twice)}, {"b": ("a", jnp.negative)}, {"b": "c"})),
+    ]
+    assert len(set(digests)) == len(digests)

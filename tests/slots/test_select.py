@@ -50,22 +50,16 @@ def test_what_is_no_parameter():
 @pytest.mark.parametrize(
     ("where", "selected"),
     [
-        ("head", HEAD),
         ("**.weight", WEIGHTS),
         (re.compile(r"head\.w.*"), HEAD[:1]),
-        (re.compile(r"body\.\d"), BODY),
         (eqx.nn.Linear, BODY + HEAD),
-        (list, BODY),
         (lambda m: m.head, HEAD),
         (lambda m: [layer.weight for layer in m.body], WEIGHTS[:2]),
         (lambda m: (m.head.bias, {"k": m.body[1]}), (*BODY[2:], HEAD[1])),
         (eqx.nn.Lambda(lambda m: m.head), HEAD),  # a callable Module may be a `where`
         (["head.bias", re.compile(r"body\.1")], (*BODY[2:], HEAD[1])),
-        ((lambda m: m.head.weight, ["body.0.bias"]), (BODY[1], HEAD[0])),
-        (["head", "head.weight"], HEAD),
         (["body", "!body.0"], BODY[2:]),
         (["!body.0", "body"], BODY[2:]),  # whatever the order
-        ([eqx.nn.Linear, "!body"], HEAD),
         ([tp.leaves(lambda path, leaf: leaf.ndim == 2), "!head"], WEIGHTS[:2]),
     ],
 )
@@ -98,20 +92,12 @@ def test_a_rule_or_a_callable_names_each_place_of_a_tie():
     ("where", "message"),
     [
         ("heat.weight", r"'heat.weight' selects nothing; nearest: 'head.weight'"),
-        (re.compile(r"head\.wieght"), r"'head\\\\.wieght' selects nothing.*'head.weight'"),
-        (eqx.nn.Conv1d, r"'Conv1d' selects nothing.*Linear"),
         (lambda m: None, r"^lambda at test_select.py:\d+ selects nothing; the model's parameters are 'body.0.weight'"),
-        (lambda m: 1, r"must return nodes of the model it is given, as for eqx.tree_at; got int"),
-        (eqx.is_array, r"got bool. To test each leaf, write tp.leaves\(lambda path, leaf: ...\)"),
-        (lambda m: m.head.weight.T, r"\(it is given shapes in place of arrays\); it failed with AttributeError"),
         (
             lambda m: (m.act, m.steps),
             r"no parameter, only 'act' \(function, not an array\); only floating",
         ),
         (["head", "boddy"], r"'boddy' selects nothing; nearest: 'body"),
-        ([], r"an empty sequence selects nothing; leave the argument out, or write None"),
-        (tp.leaves(lambda path, leaf: False), r"tp.leaves\(lambda at test_select.py:\d+\) selects nothing"),
-        ("['head']", r"is a path in the style of jax.tree_util.keystr; write entries with dots"),
         (["body", "!boddy"], r"'boddy' selects nothing"),
     ],
 )
@@ -138,29 +124,6 @@ def test_what_selects_only_declared_frozen_leaves_points_to_thaw(where: Any):
     assert tp.layout(net(), "head", thaw="scale").paths == (*HEAD, "scale")
 
 
-@pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize(
-    ("use", "error", "message"),
-    [
-        (lambda: tp.layout(net(), 3), TypeError, r"expected a mask or a `where` .*, got int: 3"),
-        (
-            lambda: tp.grad(len, net())(net()),
-            TypeError,
-            r"expected a mask or .*, got Net itself: write its path, '\*\*'",
-        ),
-        (lambda: tp.ravel(net(), jnp.float32), ValueError, r"by keyword, tp.ravel\(model, dtype=float32\)"),
-        (lambda: tp.layout(net(), True), ValueError, r"trainable=True is not a mask.* write freeze='\*\*'"),
-        (lambda: tp.layout(net())[0], TypeError, r"expected a path, got 0; layout.slots are the slots in order"),
-        (lambda: tp.layout(net(), ties=["head"]), TypeError, r"ties must be a dictionary \{alias: path\} .*, got list"),
-        (lambda: tp.leaves("head"), TypeError, r"tp.leaves expects a function of path and leaf, got str"),
-        (lambda: tp.layout(net(), tp.leaves(lambda *_: None)), TypeError, r"must return a bool, got NoneType at 'body"),
-    ],
-)
-def test_arguments_of_other_types(use: Any, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        use()
-
-
 def test_a_mask_is_tried_first_and_is_over_declarations():
     nothing, everything = (jax.tree.map(lambda _, word=word: word, net()) for word in (False, True))
     head = eqx.tree_at(lambda m: (m.head.weight, m.head.bias), nothing, (True, True))
@@ -179,16 +142,19 @@ def test_masks_of_trees_that_are_other_wheres_too():
     assert tp.layout(tuple(pair), (False, True)).paths == ("1",)
     assert tp.layout(ramp(1), True).paths == ("",)
     assert tp.layout({"a": pair, "n": None}, {"a": [False, True], "n": None}).paths == ("a.1",)
-    with pytest.raises(ValueError, match=r"its nodes are of other types"):
+    with pytest.raises(ValueError, match=r"the root is a list in the model, a tuple in the mask"):
         tp.layout(pair, (True, False))
 
 
 def test_what_is_no_mask_of_the_model():
     for mask, message in (
-        ({"a": True}, r"a mask must have the structure of the model, with a bool at every leaf; it has no 'b.c'"),
-        ({"a": True, "b": {"c": True, "d": True}}, r"it has 'b.d', which the model does not have"),
-        ({"a": True, "b": {"c": True}, "n": True}, r"it has 'n', which the model does not have"),
-        ({"a": True, "b": Pair(True, True)}, r"it has no 'b.c'"),
+        (
+            {"a": True},
+            r"a mask must have the structure of the model, with a bool at every leaf; 'b' is only in the model",
+        ),
+        ({"a": True, "b": {"c": True, "d": True}}, r"'b.d' is only in the mask"),
+        ({"a": True, "b": {"c": True}, "n": True}, r"'n' is None in the model, .* in the mask"),
+        ({"a": True, "b": Pair(True, True)}, r"'b' is a dict in the model, a Pair in the mask"),
         ({"a": 1, "b": {"c": True}, "n": None}, r"must hold Python bools, got .*int; write jax.tree.map\(bool, mask\)"),
         ({"a": jnp.array(True), "b": {"c": True}, "n": None}, r"a mask must hold Python bools, got .*bool\[\]"),
     ):

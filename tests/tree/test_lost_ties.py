@@ -6,12 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import treeparams as tp
-from treeparams import optim
 
+from .. import verbs
+from ..verbs import VERBS, loss
 from ..zoo import ramp
 
 _count = iter(range(10**6))
@@ -23,34 +23,11 @@ def fresh(*batch: int, tied: bool = True) -> dict[str, Any]:
     return {"embed": embed, "head": embed if tied else embed + 0, f"w{next(_count)}": ramp(*batch, 2)}
 
 
-def loss(model: Any, x: Any = 1.0) -> jax.Array:
-    return x * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(model))
-
-
 MESSAGE = (
     r"'embed' and 'head' were one array in an earlier model of this structure.*known = tp.layout\(model\); "
     r"tp.grad\(loss, known\).*tp.partition.*tp.ravel.*tp.jit.*its own layout"
 )
 noticed = lambda: pytest.warns(UserWarning, match=MESSAGE)
-
-VERBS = {
-    "layout": lambda model: tp.layout(model).size,
-    "layout of freeze": lambda model: tp.layout(model, freeze="w*").size,
-    "partition": lambda model: jax.tree.leaves(tp.partition(model)[0]),
-    "ravel": lambda model: tp.ravel(model)[0],
-    "grad": lambda model: tp.grad(loss)(model)["embed"],
-    "value_and_grad": lambda model: tp.value_and_grad(loss)(model)[0],
-    "maptrainable": lambda model: tp.maptrainable(lambda x: 2 * x, model),
-    "mapreduce": lambda model: tp.mapreduce(jnp.sum, jnp.add, model, init=0.0),
-    "biwalk": lambda model: [leaf for _, leaf, _ in tp.biwalk(model, {})],
-    "trainables": lambda model: tp.trainables(model),
-    "project": lambda model: tp.project(model, {"embed": model["embed"]})["embed"],
-    "ema": lambda model: tp.ema(model, model, decay=0.5),
-    "summary": lambda model: tp.summary(model).totals["trained"].elements,
-    "accumulate": lambda model: tp.accumulate(lambda m, x: loss(m), pieces=2)(model, np.ones(4))[0],
-    "optim": lambda model: jax.tree.leaves(optim.trainable(optax.sgd(1.0)).init(model)),
-    "a where": lambda model: tp.trainables(model, "embed"),
-}
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -59,7 +36,7 @@ def test_every_verb_notices(verb: str):
     tp.layout(model)  # met outside
     with noticed() as caught:
         jax.eval_shape(VERBS[verb], model)
-    assert [each.filename for each in caught] == [__file__]  # it points at the caller
+    assert [each.filename for each in caught] == [verbs.__file__]  # it points at the caller
     jax.eval_shape(lambda model: VERBS[verb](model), model)  # once per structure
 
 

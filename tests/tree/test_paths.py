@@ -7,7 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from typing import Any
 
 import jax.tree_util as jtu
@@ -93,10 +93,7 @@ def test_keys_of_one_text_are_refused():
 @pytest.mark.parametrize(
     ("build", "paths"),
     [
-        (lambda a, b: [a, (b,)], ("0", "1.0")),
         (lambda a, b: {"b": a, "a": {"c": b}}, ("a.c", "b")),
-        (lambda a, b: OrderedDict(b=a, a=b), ("b", "a")),
-        (lambda a, b: defaultdict(list, b=a, a=b), ("a", "b")),
         (lambda a, b: Pair(a, [b]), ("first", "second.0")),
         (lambda a, b: Norm({"k": a, "b": b}, None), ("scale.b", "scale.k")),
         (lambda a, b: Nameless(a, Nameless(None, b)), ("0", "1.1")),

@@ -21,6 +21,7 @@ import treeparams as tp
 from treeparams import optim, saving
 from treeparams._tree.structure import _BUCKETS, _PER_BUCKET, _known
 
+from ..verbs import OTHERS, VERBS, loss
 from ..zoo import STACKS, VECTOR, ramp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*array is being set as static")
@@ -53,16 +54,11 @@ ARRAY = np.arange(3)
         (1, True, False),
         (0.0, -0.0, False),
         (float("nan"), float("nan"), True),
-        ([1, (2,)], [1, (2,)], True),
-        ({1: "a"}, {True: "a"}, False),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),  # a program can tell the order
         ((Config(1),), (Config(True),), False),
         ((Config(1, 2),), (Config(1, 5),), False),  # though `==` says that they are
-        (slice(0, 2), slice(0, 2), True),
         ({1, 2}, {2, 1}, True),
-        (functools.partial(max, 1), functools.partial(max, 1), True),
         (functools.partial(max, 1), functools.partial(max, 1.0), False),
-        (np.float32(1), np.float32(1), True),
         (np.float32(1), np.float64(1), False),
         ([ARRAY], [ARRAY], True),  # arrays by identity
         (ARRAY, ARRAY.copy(), False),
@@ -191,10 +187,6 @@ def test_no_tracer_is_kept_alive():
         assert float(jax.jit(f)(2.0)) == 8
 
 
-def loss(model: Holder) -> jax.Array:
-    return jnp.sum(model.weight**2)
-
-
 def in_optax(form: Any, kept: Any = None) -> Any:
     def use(model: Holder) -> None:
         tx = kept or form(optax.sgd(0.1, momentum=0.9))
@@ -206,20 +198,13 @@ def in_optax(form: Any, kept: Any = None) -> Any:
 
 
 FORMS = {"tree": optim.trainable, "vector": VECTOR, "stacks": STACKS}
-VERBS = {
-    "layout": lambda model: (tp.layout(model).mask, tp.layout(model, "weight").digest),
-    "str": lambda model: str(tp.layout(model)),
+USES = {
+    **VERBS,
+    **OTHERS,
+    "str": lambda model: str(tp.layout(model)) + str(tp.summary(model)) + tp.layout(model).digest,
     "where": lambda model: tp.layout(model, lambda model: model.weight),
-    "partition": lambda model: tp.combine(*tp.partition(model)),
-    "ravel": lambda model: (lambda vector, restructure: restructure(vector))(*tp.ravel(model)),
-    "stack": lambda model: (lambda stacks, restructure: restructure(stacks))(*tp.stack(model)),
-    "grad": lambda model: tp.grad(loss)(model),
-    "jit": lambda model: tp.jit(lambda model: tp.grad(loss)(model))(model),
-    "reached": lambda model: tp.reached(loss)(model),
-    "moved": lambda model: tp.moved(lambda model: tp.maptrainable(jnp.sin, model))(model),
-    "ema": lambda model: tp.ema(model, model, decay=0.5),
+    "restructure": lambda model: (lambda vector, restructure: restructure(vector))(*tp.ravel(model)),
     "diff": lambda model: str(tp.diff(model, tp.copy(model))),
-    "summary": lambda model: str(tp.summary(model)),
     "tie": lambda model: tp.tie((model, tp.copy(model)), "1.weight", to="0.weight"),
     "dumps": lambda model: saving.dumps(model),
     **{f"new {name}": in_optax(form) for name, form in FORMS.items()},
@@ -239,11 +224,11 @@ CAPTURE = {
 def test_nothing_that_a_static_field_captures_lives_on():
     def use(i: int, verb: str, capture: str) -> weakref.ref[Plain]:
         marker = Plain([])
-        VERBS[verb](Holder(ramp(2 + i), CAPTURE[capture](marker)))
+        USES[verb](Holder(ramp(2 + i), CAPTURE[capture](marker)))
         return weakref.ref(marker)
 
     # A program is compiled for each static value, so not every form is tried with every value.
-    held = {(verb, "closure", i): use(i, verb, "closure") for verb in VERBS for i in range(2)}
+    held = {(verb, "closure", i): use(i, verb, "closure") for verb in USES for i in range(2)}
     held |= {("partition", capture): use(2, "partition", capture) for capture in CAPTURE}
     held |= {("jit", capture): use(2, "jit", capture) for capture in CAPTURE}
     jax.clear_caches()

@@ -2,8 +2,8 @@
 
 The files, from the bottom up:
 
-    where      leaves(); reads a `where`: the nodes and leaves that it matches, and nodes that are alike
-    ties       which parameters are tied, and which train: by identity, declarations, masks, freeze and thaw
+    ties       which parameters are tied: by identity, by declarations, as given
+    where      leaves(); reads a `where`; nodes that are alike; which parameters train
     index      Slot; the place of each leaf in the model, its digest and its table; reads `{where: value}`
     accidents  ties that were met; warnings of accidental ties, and of ties that were broken
     layout     Layout; layout: from a mask, a `where` or nothing to a layout

@@ -1,4 +1,4 @@
-"""Accidents with ties: what the library remembers of ties that it has met, and what it warns of.
+"""Accidents with ties: the memory of ties that the library has met, and its warnings.
 
 JAX arrays are values. So an array at two paths may be one shared parameter, or an initial value that two parameters
 happen to have in common; and two arrays may be two, or one that a trace, a cast or a file has made two. The code cannot
@@ -14,6 +14,7 @@ oldest.
 import collections
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,14 +22,14 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._tree.structure import Node, Spec, Structure, are_apart
+from .._tree.structure import Node, Spec, Structure
 from .._tree.text import first_few, warn
 from .index import Index
 
 _Pair = tuple[int, int]
 
 changes = 0
-"""How often a tie was met, or made, that was not known; what was checked before that may have come apart since."""
+"""How often a tie was met, or made, that was not known; ties that were checked before may have come apart since."""
 
 # By a word and the kind of a node: leaves; or, of words about ties, the shapes of all leaves, and pairs that are tied.
 _facts: "collections.OrderedDict[Hashable, dict[Any, None]]" = collections.OrderedDict()
@@ -179,6 +180,25 @@ def _are_mapped(specs: Sequence[Spec | None], shapes: Sequence[tuple[int, ...] |
     return len(mapped) == 1 and all(inner == shape[min(mapped) :] for inner, shape in now)
 
 
+# -- Tracers that are apart --------------------------------------------------------------------------------------------
+
+_apart: dict[int, "weakref.ref[Tracer]"] = {}  # by identity
+
+
+def keep_apart(tracers: Iterable[Any]) -> None:
+    """Remembers tracers that are separate as their arrays are: arguments of `tp.jit`, slots of a `Rest`, copies."""
+    for each in tracers if changes else ():
+        if isinstance(each, Tracer):
+            # An identity serves another object when a tracer is gone, so the entry goes with it.
+            key = id(each)
+            _apart[key] = weakref.ref(each, lambda _, key=key: _apart.pop(key, None))
+
+
+def _are_apart(values: Iterable[Any]) -> bool:
+    """Returns whether values are tracers that are separate as their arrays are."""
+    return all(id(each) in _apart for each in values)
+
+
 # -- One array, though nobody says so ----------------------------------------------------------------------------------
 
 
@@ -188,35 +208,20 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
     if structure.is_traced:
         # Not of aliases whose sources are known in spite of the trace, nor of frozen ones, which have no gradient that
         # could make them differ.
-        pairs = [pair for pair in _parted(index, any) if not are_apart(leaves[i] for i in pair)]
+        pairs = [pair for pair in _parted(index, any) if not _are_apart(leaves[i] for i in pair)]
         _warn_once("lost", index, pairs, _LOST)
         return
     index.checked["accidents"] = changes
     _note("said", structure, [(tie.source, tie.leaf) for tie in index.ties if tie.is_said and not tie.transforms])
-    every = [(each.source, each.leaf) for each in index.ties if not each.is_said and index.trained[each.leaf]]
-    pairs = _unknown("said", structure, every)
-    if not pairs:
-        return
+    unsaid = [(each.source, each.leaf) for each in index.ties if not each.is_said and index.trained[each.leaf]]
+    pairs = _unknown("said", structure, unsaid)
     _note("said", structure, pairs)  # there is no more to say of them
-    copies = _repeated(structure) if pairs == every else []
     is_constant = functools.cache(lambda leaf: _is_one_number(_pieces_read(leaves[leaf])))
-    if copies:
-        warn(_COPIES.format(len(copies), first_few([repr(node.path) for node in copies])))
-    else:
-        pairs = [pair for pair in pairs if leaves[pair[0]].size > 1 and _is_accident(structure, pair, is_constant)]
-        if pairs:
-            warn(_unsaid_in_words(structure, pairs))
-    # Where they part from now on, nobody has lost anything.
-    note_untied(structure, [leaf for pair in pairs for leaf in pair])
-
-
-def _repeated(structure: Structure) -> list[Node]:
-    """Returns the nodes of a model that is only a list, tuple or dictionary of the same node, repeated."""
-    children = [node for node in structure.nodes if len(node.entries) == 1]
-    held = [_arrays_below(structure, node) for node in children]
-    is_all = sum(node.stop - node.start for node in children) == len(structure.specs)
-    is_one = len(children) > 1 and bool(held[0]) and all(arrays == held[0] for arrays in held)
-    return children if is_all and is_one and structure.nodes[0].cls in (list, tuple, dict) else []
+    pairs = [pair for pair in pairs if leaves[pair[0]].size > 1 and _is_accident(structure, pair, is_constant)]
+    if pairs:
+        warn(_unsaid_in_words(structure, pairs))
+        # Where they part from now on, nobody has lost anything.
+        note_untied(structure, [leaf for pair in pairs for leaf in pair])
 
 
 def _arrays_below(structure: Structure, node: Node) -> list[tuple[tuple[str, ...], int]]:
@@ -255,12 +260,6 @@ _UNSAID = (
     "{0} are one array, whose elements are all equal, so they train as one parameter. If they only start with equal "
     "values, write model = tp.untie(model), or make a separate array for each. If they are meant to be tied, declare "
     "it: tp.field(tied_to=...) in the class, tp.tie(model, {2}, to={1}), or tp.layout(model, ties={{{2}: {1}}})"
-)
-_COPIES = (
-    "the model is the same node {0} times: {1} hold the same arrays, so they train as one. To train them separately "
-    "(an ensemble, a target network), write model = tp.untie(model), or use tp.copy for each. If they are meant to be "
-    "tied, hold the node once, or declare it: tp.field(tied_to=...) in a class, tp.tie(model, alias, to=path), or "
-    "tp.layout(model, ties={{alias: path}})"
 )
 
 

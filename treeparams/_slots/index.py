@@ -2,20 +2,21 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree.difference import Difference, compare, spec_rows, tie_rows
+from .._tree.paths import join_path, split_path
 from .._tree.structure import Structure, getter
 from .._tree.text import AS_ARRAY, Table, as_html, as_text, describe, first_few, in_bytes, quoted, warn
 from .._tree.types import PyTree, TreeDef, is_complex
-from .ties import Alias, declared_frozen, followers
-from .where import Where, name_of, select
+from .ties import Alias, followers
+from .where import Where, declared_frozen, name_of, select
 
 
 def digest_of(structure: Structure, trained: Sequence[bool], ties: Iterable[Alias]) -> str:
@@ -108,16 +109,6 @@ class Index:
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
         return self.described(self.positions)
-
-    @property
-    def size(self) -> int:
-        """The number of trained elements; a tied parameter counts once."""
-        return sum(slot.size for slot in self.slots)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the trained leaves; a tied parameter counts once."""
-        return sum(slot.size * slot.dtype.itemsize for slot in self.slots)
 
     @functools.cached_property
     def frozen(self) -> tuple[Slot, ...]:
@@ -257,8 +248,8 @@ class Summary:
 
     def __init__(self, rows: Sequence[_Row], shown: Sequence[_Row], notes: Mapping[str, str]) -> None:
         """Used by this library; write `tp.summary(model)`."""
-        self.rows, self.notes = tuple(rows), notes
-        self.totals = {role: joined_rows(role, [row for row in rows if row.role == role]) for role in _ROLES}
+        self.rows = tuple(rows)
+        self.totals = {role: _joined(role, [row for row in rows if row.role == role]) for role in _ROLES}
         # A role that no array has is worth no column and no line. But if nothing is trained, that is worth one.
         cells = [_HEADER, *(row.cells() for row in shown)]
         empty = [i for i in _OPTIONAL if not any(row[i] for row in cells[1:])]
@@ -282,8 +273,21 @@ class Summary:
 Summary.__module__ = "treeparams.types"
 
 
-def summary_of(index: Index, places: Mapping[str, str] | None = None) -> Summary:
-    """Returns the table of a model's arrays; `places` are those of the parameters in a form."""
+def summary_of(
+    index: Index,
+    places: Mapping[str, str] | None = None,
+    *,
+    depth: int | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> Summary:
+    """Returns the table of a model's arrays.
+
+    Args:
+        index: of the model.
+        places: of the parameters in a form.
+        depth: how many entries of a path are shown; all deeper arrays below one node share a row.
+        notes: further lines below the table.
+    """
     structure, rows = index.structure, list[_Row]()
     for i, (path, spec) in enumerate(zip(structure.paths, structure.specs, strict=True)):
         if spec is not None and (i not in index.sources if spec.parameter else structure.first[i] == i):
@@ -292,7 +296,12 @@ def summary_of(index: Index, places: Mapping[str, str] | None = None) -> Summary
             role = "trained" if is_trained else "frozen" if spec.parameter else "other"
             place, tied_to = (places or {}).get(path, ""), index.tied_to.get(path, "")
             rows.append(_Row(path, spec.shape, str(spec.dtype), *sizes, role, place, tied_to))
-    return Summary(rows, rows, {"narrow": _of_narrow(index, rows), "no arrays": _no_arrays(structure)})
+    shown = rows
+    if depth is not None:
+        groups = itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
+        shown = [_joined(path, list(members)) for path, members in groups]
+    own = {"narrow": _of_narrow(index, rows), "no arrays": _no_arrays(structure)}
+    return Summary(rows, shown, own | dict(notes or {}))
 
 
 def _of_narrow(index: Index, rows: Sequence[_Row]) -> str:
@@ -308,7 +317,7 @@ def _of_narrow(index: Index, rows: Sequence[_Row]) -> str:
     )
 
 
-def joined_rows(path: str, rows: Sequence[_Row]) -> _Row:
+def _joined(path: str, rows: Sequence[_Row]) -> _Row:
     """Joins several rows into one; a single row is returned as it is."""
     if len(rows) == 1:
         return rows[0]
@@ -319,36 +328,6 @@ def joined_rows(path: str, rows: Sequence[_Row]) -> _Row:
     nbytes = sum(row.nbytes for row in rows)
     ties = first_few([row.tied_to for row in rows if row.tied_to])
     return _Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
-
-
-def count(number: int, noun: str) -> str:
-    """Returns a number with its noun, in the plural if needed."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def differences(these: Index, those: Index) -> list[Difference]:
-    """Returns how two models differ: structure, static values, shapes, dtypes, trained parameters, and ties."""
-    here, there = these.structure, those.structure
-
-    def at_leaves(i: int, j: int) -> Iterator[Difference]:
-        yield from spec_rows(here.paths[i], here.specs[i], there.specs[j])
-        if here.is_parameter(i) and there.is_parameter(j) and these.trained[i] != those.trained[j]:
-            words = ("trained", "frozen") if these.trained[i] else ("frozen", "trained")
-            yield Difference(here.paths[i], "trained", *words)
-
-    shared = here.index.keys() & there.index.keys()
-    return [*compare(here, there, at_leaves), *tie_rows(_groups(these), _groups(those), shared.__contains__)]
-
-
-def _groups(index: Index) -> dict[str, dict[str, Any]]:
-    """Returns the paths of each tie, and for each alias its transforms."""
-    paths = index.structure.paths
-    # The notes are compared between two models, in which leaves have other numbers: so these are left out.
-    return {
-        paths[source]: {paths[source]: "its source"}
-        | {paths[each.leaf]: each._replace(leaf=0, source=0) for each in its}
-        for source, its in index.aliases.items()
-    }
 
 
 # -- What cannot train -------------------------------------------------------------------------------------------------

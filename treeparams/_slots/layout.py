@@ -3,10 +3,11 @@
 A layout is static and holds no array, so you can pass it to `jax.jit` as a static argument or close over it.
 """
 
+import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import jax
@@ -14,7 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.declare import Given
-from .._tree.difference import Diff, Difference, compare, rows_of, spec_rows
+from .._tree.difference import Diff, Difference, compare, spec_rows, tie_rows
 from .._tree.paths import nearest
 from .._tree.static_keys import contents
 from .._tree.structure import Structure, structure_of
@@ -22,9 +23,9 @@ from .._tree.text import Table, as_html, as_text, describe, first_few, first_lin
 from .._tree.types import PyTree, common_dtype
 from . import accidents
 from .accidents import meet, note_ties, warn_of_accidents, warn_of_parted_ties
-from .index import Index, Slot, count, differences, digest_of, refuse_refs, summary_of, warn_of_floats
-from .ties import Alias, Said, change, choose, find_ties, followers, settle
-from .where import Where, select
+from .index import Index, Slot, digest_of, refuse_refs, summary_of, warn_of_floats
+from .ties import Alias, find_ties
+from .where import Where, decide, select
 
 
 class Layout:
@@ -46,11 +47,12 @@ class Layout:
     """
 
     _index: Index  # where everything lies in the models that it was made from; for the other files of this library
-    _notes: tuple[str, ...] = ()  # lines that are printed below the table, and no part of the value
+    _notes: tuple[str, ...]  # lines that are printed below the table, and no part of the value
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, notes: Iterable[str] = ()) -> None:
         """Used by this library; write `tp.layout(model)`."""
-        vars(self)["_index"] = index  # equal models share one layout, so it must not change
+        # Equal models share one layout, so it must not change.
+        vars(self).update(_index=index, _notes=tuple(notes))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
@@ -75,12 +77,12 @@ class Layout:
     @property
     def size(self) -> int:
         """The number of trained elements; a tied parameter counts once."""
-        return self._index.size
+        return sum(slot.size for slot in self.slots)
 
     @property
     def nbytes(self) -> int:
         """The size of the trained leaves in bytes; a tied parameter counts once."""
-        return self._index.nbytes
+        return sum(slot.size * slot.dtype.itemsize for slot in self.slots)
 
     @functools.cached_property
     def dtype(self) -> np.dtype:
@@ -201,7 +203,7 @@ class Layout:
         Raises:
             ValueError: `where` selects nothing, or only some paths of a tied parameter.
         """
-        return _changed_by(self, where, None)
+        return _changed_by(self, freeze=where)
 
     def thaw(self, where: Where) -> "Layout":
         """Returns the layout with the selected parameters trained, even those that a class declares frozen.
@@ -209,7 +211,7 @@ class Layout:
         Raises:
             ValueError: `where` selects nothing, or only some paths of a tied parameter.
         """
-        return _changed_by(self, None, where)
+        return _changed_by(self, thaw=where)
 
     def diff(self, other: "Layout") -> Diff:
         """Lists how two layouts differ: structure, static values, shapes, dtypes, trained parameters, and ties.
@@ -227,7 +229,24 @@ class Layout:
         """
         if not isinstance(other, Layout):
             raise TypeError(f"expected another Layout, tp.layout(model), got {describe(other)}")
-        return Diff(differences(self._index, other._index))
+        these, those = self._index, other._index
+        here, there = these.structure, those.structure
+
+        def at_leaves(i: int, j: int) -> Iterator[Difference]:
+            yield from spec_rows(here.paths[i], here.specs[i], there.specs[j])
+            if here.is_parameter(i) and there.is_parameter(j) and these.trained[i] != those.trained[j]:
+                words = ("trained", "frozen") if these.trained[i] else ("frozen", "trained")
+                yield Difference(here.paths[i], "trained", *words)
+
+        def ties(index: Index) -> list[tuple[str, str, Alias]]:
+            # Transforms are compared: leaves have other numbers in another model.
+            paths = index.structure.paths
+            bare = [dataclasses.replace(each, leaf=0, source=0) for each in index.ties]
+            return [(paths[tie.source], paths[tie.leaf], each) for tie, each in zip(index.ties, bare, strict=True)]
+
+        both = here.index.keys() & there.index.keys()
+        rows = tie_rows(ties(these), ties(those), both.__contains__, "its source")
+        return Diff([*compare(here, there, at_leaves), *rows])
 
     # -- As a value
 
@@ -253,8 +272,9 @@ class Layout:
     def __repr__(self) -> str:
         names = f" ({first_few(self.paths)})" if self.slots else ""
         frozen = len(self._index.frozen)
-        counts = f"{count(len(self.slots), 'slot')}{names}, {count(self.size, 'element')}"
-        return f"Layout({counts}, {self.dtype}; {frozen} frozen; digest {self.digest})"
+        counts = f"{len(self.slots):,} slot{'s' * (len(self.slots) != 1)}{names}"
+        counts += f", {self.size:,} element{'s' * (self.size != 1)}, {self.dtype}"
+        return f"Layout({counts}; {frozen} frozen; digest {self.digest})"
 
     def __str__(self) -> str:
         return as_text(self._blocks())
@@ -276,7 +296,6 @@ index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
 
 
-rows_of[Layout] = lambda here, there: here.diff(there).rows
 contents[Layout] = lambda layout: [node.static for node in index_of(layout).structure.nodes]
 
 
@@ -314,29 +333,20 @@ def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _changed_by(layout: Layout, freeze: Where | None, thaw: Where | None) -> Layout:
+def _changed_by(layout: Layout, freeze: Where | None = None, thaw: Where | None = None) -> Layout:
     """Returns the layout after both statements; ties are checked only after the second."""
     index = index_of(layout)
     said = {i: index.trained[i] for i in index.structure.parameters if i not in index.follows}
-    change(index.structure, index.follows, said, freeze, False)
-    change(index.structure, index.follows, said, thaw, True)
-    made = _relaid(layout, said)
+    made = _relaid(layout, freeze=freeze, thaw=thaw, said=said)
     refuse_refs(index_of(made))
     return made
 
 
-def _relaid(layout: Layout, said: Said) -> Layout:
-    """Returns the layout of the same models and ties with other trained leaves; every change of a layout goes here."""
+def _relaid(layout: Layout, trainable: Trainable = None, **said: Any) -> Layout:
+    """Returns the layout of the same models and ties with other trained leaves, as `decide` reads them."""
     index = index_of(layout)
-    trained = settle(index.structure, index.ties, said)
+    trained = decide(index.structure, index.ties, trainable, **said)
     return layout if trained == index.trained else Layout(Index(index.structure, trained, index.ties))
-
-
-def noted(layout: Layout, notes: Sequence[str]) -> Layout:
-    """Returns an equal layout that prints these lines too."""
-    made = Layout(index_of(layout))
-    vars(made)["_notes"] = tuple(notes)
-    return made
 
 
 def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
@@ -345,7 +355,7 @@ def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
 
     def make() -> Layout:
         parameters = [i for i in index.structure.parameters if i not in index.follows]
-        return _relaid(layout, {i: index.sources.get(i, i) in chosen for i in parameters})
+        return _relaid(layout, said={i: index.sources.get(i, i) in chosen for i in parameters})
 
     return index.structure.remember(("trained at", layout, chosen), make)
 
@@ -424,31 +434,30 @@ def layout(
         UserWarning: once for each kind of model, in any of these cases. The model is traced, and the library has met a
             model of its structure with ties that this one no longer has. The model is not traced, and one array has
             become two that are equal bit for bit. Trained paths hold one array whose elements are all equal, although
-            nothing (a class, `ties`, `tp.tie`) ties them and they are not part of a layer that is used twice. The model
-            is a list, tuple or dictionary of the same node, repeated. A Python float, which does not train, is beside
-            parameters in a dict, list or tuple.
+            nothing (a class, `ties`, `tp.tie`) ties them and they are not part of a layer that is used twice. A Python
+            float, which does not train, is beside parameters in a dict, list or tuple.
     """
     leaves, _, structure = structure_of(model)
     check_is_model(leaves, structure)
-    if not isinstance(trainable, Layout):
-        warn_of_floats(structure)
-    if freeze is None and thaw is None and ties is None:
-        made, index = look_up(structure, trainable, leaves)
-        refuse_refs(index)
-        if not isinstance(trainable, Layout):
-            warn_of_parted_ties(index, leaves)
-        return made
     if isinstance(trainable, Layout):
         if ties is not None:
             raise ValueError("the Layout passed as `trainable` has its ties already; pass `ties` where you make it")
-        return _changed_by(look_up(structure, trainable)[0], freeze, thaw)
-    structure.remember("met", lambda: meet(structure, leaves))
-    made = _make(structure, trainable, freeze, thaw, ties)
-    refuse_refs(index_of(made))
-    for tie in () if ties is None else index_of(made).ties:
-        note_ties(structure, [(tie.leaf, tie.source)], word="computed" if tie.transforms else "given")
-    warn_of_accidents(index_of(made), leaves)
-    warn_of_parted_ties(index_of(made), leaves)
+        made, index = look_up(structure, trainable)
+        refuse_refs(index)
+        return made if freeze is None and thaw is None else _changed_by(made, freeze, thaw)
+    warn_of_floats(structure)
+    if freeze is None and thaw is None and ties is None:
+        made, index = look_up(structure, trainable, leaves)
+        refuse_refs(index)
+    else:
+        structure.remember("met", lambda: meet(structure, leaves))
+        made = _make(structure, trainable, freeze, thaw, ties)
+        index = index_of(made)
+        refuse_refs(index)
+        for tie in () if ties is None else index.ties:
+            note_ties(structure, [(tie.leaf, tie.source)], word="computed" if tie.transforms else "given")
+        warn_of_accidents(index, leaves)
+    warn_of_parted_ties(index, leaves)
     return made
 
 
@@ -473,10 +482,9 @@ def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | 
             index = structure.remember(trainable, lambda: _index_for(structure, trainable))
         return trainable, index
     # Only what is sure to mean the same at the next call is remembered; a callable may close over what changes.
-    if trainable is None or isinstance(trainable, (str, re.Pattern, type)):
-        found = structure.remember(("layout", trainable), functools.partial(_make, structure, trainable))
-    else:
-        found = _make(structure, trainable)
+    is_sure = trainable is None or isinstance(trainable, (str, re.Pattern, type))
+    make = functools.partial(_make, structure, trainable)
+    found = structure.remember(("layout", trainable), make) if is_sure else make()
     index = index_of(found)
     if leaves is not None and (structure.is_traced or index.checked.get("accidents") != accidents.changes):
         warn_of_accidents(index, leaves)
@@ -491,19 +499,14 @@ def _make(
     given: Given | None = None,
 ) -> Layout:
     ties = find_ties(structure, given)
-    follows = followers(ties)
-    said = choose(structure, follows, trainable)
-    if freeze is not None or thaw is not None:
-        change(structure, follows, said, freeze, False)
-        change(structure, follows, said, thaw, True)
-    return Layout(Index(structure, settle(structure, ties, said), ties))
+    return Layout(Index(structure, decide(structure, ties, trainable, freeze, thaw), ties))
 
 
 def retrained(layout: Layout, trainable: Trainable) -> Layout:
     """Reads `trainable` for the models of a layout and keeps its ties, which traced arrays do not show."""
     index = index_of(layout)
     if not isinstance(trainable, Layout):
-        return _relaid(layout, choose(index.structure, index.follows, trainable))
+        return _relaid(layout, trainable)
     other = index_of(trainable)
     if (other.structure, other.ties) != (index.structure, index.ties):
         lines = [row.in_words() for row in layout.diff(trainable).rows]
@@ -532,10 +535,7 @@ def _index_for(structure: Structure, layout: Layout) -> Index:
     # Where the layout has a value, the model may have an array: a Python number that `jit` has made a tracer.
     fits = all(a is None or a == b for a, b in zip(want.specs, structure.specs, strict=False))
     if not fits or want.entries != structure.entries or not want.has_statics_of(structure):
-
-        def at_leaves(i: int, j: int) -> Iterable[Difference]:
-            return [] if want.specs[i] is None else spec_rows(want.paths[i], want.specs[i], structure.specs[j])
-
+        at_leaves = lambda i, j: spec_rows(want.paths[i], want.specs[i], want.specs[i] and structure.specs[j])
         lines = [row.in_words() for row in compare(want, structure, at_leaves)]
         raise MisfitError(first_lines(lines))
     # A model may have fewer ties than the layout, as a traced one has, but not one that the layout does not know.

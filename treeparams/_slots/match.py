@@ -35,9 +35,10 @@ def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = Fal
             pass
         pairs = zip(index.positions, leaves, strict=True)
     elif same_treedef(treedef, index.structure.treedef):
-        pairs = ((leaf, leaves[leaf]) for leaf in index.by_leaf)
+        pairs = enumerate(leaves)
     else:
         pairs = _entries_by_path(index, tree)
+    pairs = ((leaf, value) for leaf, value in pairs if leaf in index.by_leaf)  # entries at frozen leaves are ignored
     found = {leaf: value for leaf, value in pairs if getattr(value, "dtype", None) != _float0}
     if exact_shapes:
         for leaf, value in found.items():
@@ -75,29 +76,24 @@ def _check_shape(structure: Structure, leaf: int, value: Any) -> None:
 def _entries_by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     leaves, _, structure = structure_of(tree)
     model, paths = index.structure, structure.paths
+    expected = "expected a tree with arrays at paths of the model, got"
     if leaves and not structure.nodes and model.nodes:
-        raise ValueError(
-            f"expected a tree with arrays at paths of the model, got {describe(leaves[0])}; a vector becomes a "
-            "model by restructure(vector)"
-        )
+        raise ValueError(f"{expected} {describe(leaves[0])}; a vector becomes a model by restructure(vector)")
     if any(path not in model.index for path in paths) and all(len(entries) == 1 for entries in structure.entries):
         # A dictionary with whole paths as its keys, as of `tp.trainables`: one with dots in it stands in quotes.
         whole = tuple(map(unquote, paths))
         paths = whole if all(path in model.index for path in whole) else paths
     unknown = [path for path in paths if path not in model.index]
     if unknown and type(tree) is tuple and model.nodes and model.nodes[0].cls is not tuple:
-        raise ValueError(
-            f"expected a tree with arrays at paths of the model, got a tuple of {len(tree)}: if these are all results "
-            "of one call, pass only the one that you mean"
-        )
+        results = f"a tuple of {len(tree)}: if these are all results of one call, pass only the one that you mean"
+        raise ValueError(f"{expected} {results}")
     if unknown:
         has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
         # Functions are in a model, and not in what is made of one.
         is_model = all(callable(leaves[paths.index(path)]) for path in unknown)
         remedy = "; the model comes first, then the other tree" if is_model else nearest(unknown[0], model.paths)
         raise ValueError(f"the tree has an entry at {unknown[0]!r}, where the model has {has}{remedy}")
-    pairs = ((model.index[path], value) for path, value in zip(paths, leaves, strict=True))
-    return [(leaf, value) for leaf, value in pairs if leaf in index.by_leaf]
+    return [(model.index[path], value) for path, value in zip(paths, leaves, strict=True)]
 
 
 def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
@@ -109,25 +105,22 @@ def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
     # A value at a computed alias alone gives none at the source, since a transform need not be invertible; a gradient
     # there can be pulled back.
     only_computed = bool(entries[0][0].transforms)
-    if (len(entries) > 1 and tied is None) or (only_computed and tied != "sum"):
-        paths, source = [index.structure.paths[alias.leaf] for alias, _ in entries], index.structure.paths[position]
-        if tied == "first":
-            raise ValueError(
-                f"the tree has a value only at {paths[0]!r}, which is computed from {source!r}; put it at {source!r}"
-            )
+    paths, source = index.structure.paths, index.structure.spec(position)
+    if only_computed and tied == "first":
+        alias, name = paths[entries[0][0].leaf], paths[position]
+        raise ValueError(f"the tree has a value only at {alias!r}, which is computed from {name!r}; put it at {name!r}")
+    if tied is None and (len(entries) > 1 or only_computed):
         raise ValueError(
-            f"the tree has entries at {paths}, which are one parameter, {source!r}. Say how to read them: "
-            'tied="sum" adds them, as is right for gradients, tied="first" takes the first, as is right for values; '
-            'for several trees pass one word per tree, tied=("sum", "first")'
+            f"the tree has entries at {[paths[alias.leaf] for alias, _ in entries]}, which are one parameter, "
+            f'{paths[position]!r}. Say how to read them: tied="sum" adds them, as is right for gradients, tied="first" '
+            'takes the first, as is right for values; for several trees pass one word per tree, tied=("sum", "first")'
         )
     if tied != "sum" or (len(entries) == 1 and not only_computed):
         return entries[0][1]
-    source = index.structure.spec(position)
-    values = []
     for alias, value in entries:
         if alias.transforms:
             _check_shape(index.structure, alias.leaf, value)
-        values.append(alias.pull_back(value, source))
+    values = [alias.pull_back(value, source) for alias, value in entries]
     dtype = common_dtype(jnp.result_type(value) for value in values)
     return functools.reduce(operator.add, [jnp.asarray(value, dtype) for value in values])
 
@@ -201,15 +194,15 @@ def slot_gradients(
         if value is None:
             found[i] = jnp.zeros(index.shapes[i], to) if missing else None
         elif not (isinstance(value, jax.Array) and value.dtype == own == to and not value.weak_type):
-            array = jnp.asarray(value)
+            array, path = jnp.asarray(value), index.slots[i].path
             if wide and not is_inexact(array.dtype):
                 raise TypeError(
-                    f"expected a floating gradient at {index.slots[i].path!r}, got {describe(value)}; if it is a "
-                    "gradient, write gradient.astype(float)"
+                    f"expected a floating gradient at {path!r}, got {describe(value)}; if it is a gradient, write "
+                    "gradient.astype(float)"
                 )
             if jnp.iscomplexobj(array) and not (is_complex(own) and is_complex(to)):
                 if tied == "first":
-                    raise TypeError(f"expected a real tangent at {index.slots[i].path!r}, got {describe(value)}")
+                    raise TypeError(f"expected a real tangent at {path!r}, got {describe(value)}")
                 array = array.real
             found[i] = array.astype(widened(to) if wide and array.dtype != to else to)
     return found

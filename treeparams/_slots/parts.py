@@ -16,11 +16,11 @@ from jax.core import Tracer
 
 from .._tree.declare import registry
 from .._tree.static_keys import contents, identical, static_key
-from .._tree.structure import Spec, Structure, flatten, keep_apart, same_treedef, structure_of
+from .._tree.structure import Spec, Structure, flatten, same_treedef, structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
 from . import accidents
-from .accidents import meet, note_ties, warn_of_forgotten_ties
+from .accidents import keep_apart, meet, note_ties, warn_of_forgotten_ties
 from .index import Index, refuse_refs
 from .layout import Layout, Trainable, check_is_model, index_of, look_up, trained_at
 from .match import read_slots
@@ -219,7 +219,7 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     # tracers that they are apart as the arrays were. Once per index, so that an ordinary step pays nothing.
     if slots:
         if isinstance(slots[0], Tracer):
-            keep_apart(slots if accidents.changes else ())
+            keep_apart(slots)
         elif index.gathers.tied_pairs and not index.are_ties_noted:
             note_ties(index.structure, index.gathers.tied_pairs)
             index.are_ties_noted = True

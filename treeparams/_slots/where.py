@@ -1,99 +1,26 @@
-"""Reads a `where` (see `tp.layout`): the nodes and leaves that it matches, as spans of leaves; nodes that are alike."""
+"""Reads a `where` (see `tp.layout`); finds nodes that are alike; decides which parameters train.
+
+A mask, a `where`, declarations of classes, `freeze` and `thaw` say which parameters train. A tied parameter is trained
+or frozen as a whole.
+"""
 
 import dataclasses
 import functools
-import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree.difference import static_differences
-from .._tree.paths import Glob, join_path, nearest, split_path
-from .._tree.structure import Structure, flatten, is_array, same_treedef
+from .._tree.declare import Declared
+from .._tree.difference import compare
+from .._tree.paths import Glob, join_path, nearest, quote
+from .._tree.structure import Node, Structure, flatten, is_array, same_treedef, scan_tree
 from .._tree.text import AS_ARRAY, describe, function_name, in_short, quoted
 from .._tree.types import PyTree, TreeDef
-
-
-class _Span(NamedTuple):
-    """A node, or a leaf, given by the leaves in it."""
-
-    start: int
-    stop: int
-    entries: tuple[str, ...]
-    number: int | None  # of the node; none of a leaf
-
-    @property
-    def path(self) -> str:
-        return join_path(self.entries)
-
-
-def _spans_of(structure: Structure) -> list[_Span]:
-    """Returns all nodes, in preorder, and then all leaves."""
-    nodes = [_Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
-    return nodes + [_Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
-
-
-def _children_below(structure: Structure) -> Mapping[Any, list[_Span]]:
-    """Returns the children of each node, by its entries; under `None` the root."""
-
-    def find() -> dict[Any, list[_Span]]:
-        found: dict[Any, list[_Span]] = {}
-        named = {(*state, *its): state for state, values in structure.states.items() for its in values}
-        for span in _spans_of(structure):
-            above = named.get(span.entries, span.entries[:-1])
-            found.setdefault(above if span.entries else None, []).append(span)
-        return found
-
-    return structure.remember("below", find)
-
-
-def _outermost(structure: Structure, matches: Callable[[_Span], bool]) -> tuple[_Span, ...]:
-    """Returns the nodes and leaves for which a predicate holds, without those below another one."""
-    found: list[_Span] = []
-    inside = set[int]()  # leaves; a node stands before those in it, and all leaves stand last
-    for span in _spans_of(structure):
-        if not (span.start in inside and span.stop > span.start) and matches(span):
-            found.append(span)
-            inside.update(range(span.start, span.stop))
-    return tuple(found)
-
-
-def _items_in(structure: Structure, span: _Span) -> int:
-    """Returns the number of items of a list or tuple, including `None`, which frozen ones may be; 0 for other nodes."""
-    if span.number is None or structure.nodes[span.number].cls not in (list, tuple):
-        return 0
-    return len(subtreedefs(structure)[span.number].children())
-
-
-def _by_treedef(structure: Structure) -> Mapping[tuple[int, TreeDef], _Span]:
-    """Returns the nodes by their first leaf and their treedef."""
-    treedefs = subtreedefs(structure)
-    make = lambda: {(span.start, treedefs[span.number]): span for span in _spans_of(structure)}
-    return structure.remember("by treedef", make)
-
-
-def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
-    """Returns the treedef of each node of a structure, and of a leaf."""
-
-    def find() -> dict[int | None, TreeDef]:
-        # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
-        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
-        waiting = [structure.treedef]
-        while waiting:
-            each = waiting.pop()
-            if each.node_data() is not None and each.node_data()[0] is not type(None):
-                found[len(found) - 1] = each
-                waiting += reversed(each.children())
-        return found
-
-    return structure.remember("subtreedefs", find)
-
-
-# -- Reading -----------------------------------------------------------------------------------------------------------
+from .ties import Alias, Follows, declaring_nodes, followers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +59,51 @@ def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
 # -- Nodes and leaves --------------------------------------------------------------------------------------------------
 
 
+class _Span(NamedTuple):
+    """A node, or a leaf, given by the leaves in it."""
+
+    start: int
+    stop: int
+    entries: tuple[str, ...]
+    number: int | None  # of the node; none of a leaf
+
+    @property
+    def path(self) -> str:
+        return join_path(self.entries)
+
+
 class _Match(NamedTuple):
     """A single `where`, without its exclamation mark, and the outermost nodes and leaves that it matches."""
 
     where: object
-    spans: tuple[_Span, ...]
-    is_listed: bool = False  # one of several nodes that a callable returns
+    spans: Sequence[_Span]
 
     def leaves(self) -> frozenset[int]:
         """Returns the leaves in these nodes."""
         return frozenset(leaf for span in self.spans for leaf in range(span.start, span.stop))
+
+
+def _spans_of(structure: Structure) -> list[_Span]:
+    """Returns all nodes, in preorder, and then all leaves."""
+    nodes = [_Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
+    return nodes + [_Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
+
+
+def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
+    """Returns the treedef of each node of a structure, and of a leaf."""
+
+    def find() -> dict[int | None, TreeDef]:
+        # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
+        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
+        waiting = [structure.treedef]
+        while waiting:
+            each = waiting.pop()
+            if each.node_data() is not None and each.node_data()[0] is not type(None):
+                found[len(found) - 1] = each
+                waiting += reversed(each.children())
+        return found
+
+    return structure.remember("subtreedefs", find)
 
 
 def read(structure: Structure, where: object, *, may_only_take: bool = False) -> tuple[list[_Match], list[_Match]]:
@@ -150,51 +112,16 @@ def read(structure: Structure, where: object, *, may_only_take: bool = False) ->
     away: list[_Match] = []
     for each in _single(where):
         if isinstance(each, str) and each.startswith("!"):
-            away.append(_Match(each[1:], tuple(_by_glob(structure, each[1:]))))
-        elif isinstance(each, str):
-            chosen.append(_Match(each, tuple(_by_glob(structure, each))))
-        elif isinstance(each, re.Pattern):
-            chosen.append(_Match(each, _outermost(structure, lambda span, each=each: bool(each.fullmatch(span.path)))))
-        elif isinstance(each, type):
-            chosen.append(_Match(each, _outermost(structure, lambda span, each=each: _is_of(structure, span, each))))
-        elif isinstance(each, Leaves):
-            chosen.append(_Match(each, tuple(_by_predicate(structure, each))))
+            away.append(_Match(each[1:], _outermost(structure, each[1:])))
+        elif isinstance(each, (str, re.Pattern, type, Leaves)):
+            chosen.append(_Match(each, _outermost(structure, each)))
         elif callable(each) and not any(map(is_array, jtu.tree_leaves(each))):
-            chosen += _by_callable(structure, each)
+            chosen += [_Match(each, spans) for spans in _returned(structure, each)]
         else:
-            raise TypeError(no_where(structure, each))
+            raise TypeError(_no_where(structure, each))
     if not (chosen or may_only_take):
         raise ValueError(f"{name_of(where)} only excludes; write what to select before it: ['**', {where!r}]")
     return chosen, away
-
-
-def no_where(structure: Structure, value: object) -> str:
-    """Returns the error message for a value that is not a `where`."""
-    expected = (
-        "expected a mask or a `where` (a glob, a compiled regex, a class, tp.leaves(predicate), a callable from the "
-        "model to nodes of it, or a sequence of these)"
-    )
-    leaves, treedef = flatten(value)
-    if any(map(is_array, leaves)):
-        # A part of a model in place of its name. The model's arrays are not at hand here, so it is told by its shapes.
-        specs = [(leaf.shape, leaf.dtype) if is_array(leaf) else (None, None) for leaf in leaves]
-        treedefs = subtreedefs(structure)
-        places = [
-            repr(span.path) if span.entries else "'**'"
-            for span in _spans_of(structure)
-            if [spec[:2] if spec else (None, None) for spec in structure.specs[span.start : span.stop]] == specs
-            and same_treedef(treedefs[span.number], treedef)
-        ]
-        remedy = (
-            f"write its path, {' or '.join(places[:3])}"
-            if places
-            else ("the model has none like it; write a path. Pass the model to the result: tp.grad(loss)(model, x)")
-        )
-        return f"{expected}, got {describe(value)} itself: {remedy}"
-    if leaves and not jtu.treedef_is_leaf(treedef) and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
-        return f"{expected}, got a mask, which is not accepted here: pass it as trainable="
-    position = "; a path is one text, such as 'layers.0'" if isinstance(value, int) else ""
-    return f"{expected}, got {describe(value)}: {value!r:.80}{position}"
 
 
 def _single(where: object) -> Iterator[object]:
@@ -207,61 +134,89 @@ def _single(where: object) -> Iterator[object]:
         yield from _single(each)
 
 
-def _by_glob(structure: Structure, text: str) -> Iterator[_Span]:
-    if any(entry.startswith(("['", '["')) for entry in Glob(text).entries):
+def _outermost(structure: Structure, where: str | re.Pattern[str] | type | Leaves) -> list[_Span]:
+    """Returns the nodes and leaves that a `where` matches, without those below another one."""
+    matches = _matcher(structure, where)
+    found, number, inside, nodes = list[_Span](), 0, set[int](), structure.nodes
+    spans = _spans_of(structure)
+    while number < len(nodes):
+        is_found = matches(spans[number])
+        if is_found:
+            found.append(spans[number])
+            inside.update(range(nodes[number].start, nodes[number].stop))
+        number = nodes[number].last if is_found else number + 1
+    return found + [span for span in spans[len(nodes) :] if span.start not in inside and matches(span)]
+
+
+def _matcher(structure: Structure, where: str | re.Pattern[str] | type | Leaves) -> Callable[[_Span], bool]:
+    """Returns the function that tells whether a `where` matches a node or leaf."""
+    if isinstance(where, str):
+        return _glob_matcher(structure, where)
+    if isinstance(where, re.Pattern):
+        return lambda span: where.fullmatch(span.path) is not None
+    if isinstance(where, type):
+        return lambda span: span.number is not None and issubclass(structure.nodes[span.number].cls, where)
+
+    def holds(span: _Span) -> bool:
+        if span.number is not None or not structure.is_parameter(span.start):
+            return False
+        spec = structure.spec(span.start)
+        try:
+            answer = where.predicate(span.path, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+        except Exception as error:
+            raise TypeError(
+                f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct; at "
+                f"{span.path!r} it failed with {in_short(error)}"
+            ) from error
+        if not isinstance(answer, (bool, np.bool_)):
+            raise TypeError(f"the predicate of tp.leaves must return a bool, got {describe(answer)} at {span.path!r}")
+        return bool(answer)
+
+    return holds
+
+
+def _glob_matcher(structure: Structure, text: str) -> Callable[[_Span], bool]:
+    glob = Glob(text)
+    if any(entry.startswith(("['", '["')) for entry in glob.entries):
         raise ValueError(
             f"{text!r} is a path in the style of jax.tree_util.keystr; write entries with dots between them, such as "
             "'layers.0.weight'"
         )
-    # From the root down, so that a glob is followed only where it can still match.
-    glob, children = Glob(text), _children_below(structure)
-    from_the_end = _FROM_THE_END.search(text) is not None
-    waiting = [(span, glob.start) for span in children.get(None, ())]
-    while waiting:
-        span, states = waiting.pop()
-        if glob.end(states) is not None:
-            yield span
-            continue
-        for child in children.get(span.entries, ()):
-            after = states
-            for entry in child.entries[len(span.entries) :]:  # the name of a value of a state has several
-                after = after if glob.end(after) is not None else glob.step(after, entry)
-            count = _items_in(structure, span) if from_the_end else 0
-            if count:  # -1 is the last
-                after |= glob.step(states, str(int(child.entries[-1]) - count))
-            if after:
-                waiting.append((child, after))
+    # How many items each list and tuple has, `None` among them, for positions from its end: -1 is the last.
+    counts = [count for kind, count, _ in structure.statics if kind is not type(None)]
+    nodes = zip(structure.nodes, counts, strict=True)
+    sizes = {node.entries: count for node, count in nodes if node.cls in (list, tuple)}
+    from_the_end = re.search(r"(^|\.)-\d", text) is not None
+
+    @functools.cache  # each node is read once, from those above it
+    def states(entries: tuple[str, ...]) -> Any:
+        if not entries:
+            return glob.start
+        above, entry = states(entries[:-1]), entries[-1]
+        if from_the_end and entries[:-1] in sizes:
+            return glob.step(above, entry) | glob.step(above, str(int(entry) - sizes[entries[:-1]]))
+        return glob.step(above, entry) if above else above
+
+    # The name of a value of a state has several entries, and a glob may end within it.
+    def matches(span: _Span) -> bool:
+        shortest = 0 if structure.states else len(span.entries)
+        return any(glob.end(states(span.entries[:n])) is not None for n in range(shortest, len(span.entries) + 1))
+
+    return matches
 
 
-_FROM_THE_END = re.compile(r"(^|\.)-\d")
-
-
-def _is_of(structure: Structure, span: _Span, cls: type) -> bool:
-    return span.number is not None and issubclass(structure.nodes[span.number].cls, cls)
-
-
-def _by_predicate(structure: Structure, where: Leaves) -> Iterator[_Span]:
-    for i in structure.parameters:
-        spec, path = structure.spec(i), structure.paths[i]
-        try:
-            holds = where.predicate(path, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
-        except Exception as error:
-            raise TypeError(
-                f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct; at "
-                f"{path!r} it failed with {in_short(error)}"
-            ) from error
-        if not isinstance(holds, (bool, np.bool_)):
-            raise TypeError(f"the predicate of tp.leaves must return a bool, got {describe(holds)} at {path!r}")
-        if holds:
-            yield _Span(i, i + 1, structure.entries[i], None)
-
-
-def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[_Match]:
-    """Returns the nodes that a callable returns, as one match each."""
+def _returned(structure: Structure, where: Callable[[Any], Any]) -> list[list[_Span]]:
+    """Returns the nodes that a callable returns; of a list or tuple of nodes those in each item."""
     # Called with a tree that has an object of its own at each leaf, so that its nodes can be found again: the model's
     # own leaves may be one object at several paths.
     objects = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
     tree: PyTree = jtu.tree_unflatten(structure.treedef, objects)
+    every: list[Any] = []
+    jtu.tree_leaves(tree, is_leaf=lambda each: every.append(each) is not None)  # asks of all, in preorder
+    leaves_too = _spans_of(structure)
+    number = {id(each): span for each, span in zip(objects, leaves_too[len(structure.nodes) :], strict=True)}
+    inner = [each for each in every if each is not None and id(each) not in number]
+    number |= {id(each): span for each, span in zip(inner, leaves_too, strict=False) if span.stop > span.start}
     expected = f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at"
     to_ask = "To test each leaf, write tp.leaves(lambda path, leaf: ...)"
     try:
@@ -270,43 +225,46 @@ def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[_Mat
         reason = f"(it is given shapes in place of arrays); it failed with {in_short(error)}"
         # Of an array is what belongs to each leaf; another name, or position, is one that the model has not.
         is_of_model = isinstance(error, LookupError) or not hasattr(np.ndarray, getattr(error, "name", None) or "ndim")
-        more = "" if is_of_model else f". {to_ask}"
-        raise ValueError(f"{expected} {reason}{more}") from error
-    number = {id(each): i for i, each in enumerate(objects)}
-    for leaf in jtu.tree_leaves(found):
-        if id(leaf) not in number:
-            raise ValueError(f"{expected}; got {describe(leaf)}. {to_ask}")
+        raise ValueError(f"{expected} {reason}{'' if is_of_model else f'. {to_ask}'}") from error
+
+    def spans(node: PyTree) -> list[_Span]:
+        nodes = jtu.tree_leaves(node, is_leaf=lambda each: id(each) in number)
+        for each in nodes:
+            if id(each) not in number:
+                raise ValueError(f"{expected}; got {describe(each)}. {to_ask}")
+        return [number[id(each)] for each in nodes]
+
     if type(found) not in (list, tuple) or not found:  # as in eqx.tree_at, where a list is several nodes
-        return [_Match(where, tuple(_spans_returned(structure, number, found)))]
-    nodes = [tuple(_spans_returned(structure, number, each)) for each in found]
-    if _node(structure, number, found) is not None:  # a list that the model holds is named as a whole
-        nodes = [tuple(itertools.chain(*nodes))]
-    return [_Match(where, spans, is_listed=True) for spans in nodes]
+        return [spans(found)]
+    items = list(map(spans, found))
+    # A list that the model holds is named as a whole.
+    return [[span for item in items for span in item]] if id(found) in number else items
 
 
-def _spans_returned(structure: Structure, number: Mapping[int, int], found: PyTree) -> Iterator[_Span]:
-    """Yields the nodes of the model in a tree that is one, or that contains some."""
-    node = _node(structure, number, found)
-    if node is not None:
-        yield node
-    elif jtu.tree_leaves(found):
-        for child in jtu.tree_leaves(found, is_leaf=lambda each: each is not found):
-            yield from _spans_returned(structure, number, child)
-
-
-def _node(structure: Structure, number: Mapping[int, int], found: PyTree) -> _Span | None:
-    """Returns the node of the model that a tree is, or `None`."""
-    own, treedef = jtu.tree_flatten(found)
-    numbers = [number[id(leaf)] for leaf in own]
-    # Leaves one after another may be a node of the model; a new list of them is none, by its treedef.
-    node = _by_treedef(structure).get((numbers[0], treedef)) if numbers else None
-    return node if node is not None and numbers == list(range(node.start, node.stop)) else None
+def _no_where(structure: Structure, value: object) -> str:
+    """Returns the error message for a value that is not a `where`."""
+    expected = (
+        "expected a mask or a `where` (a glob, a compiled regex, a class, tp.leaves(predicate), a callable from the "
+        "model to nodes of it, or a sequence of these)"
+    )
+    leaves, treedef = flatten(value)
+    if any(map(is_array, leaves)):
+        # A part of a model in place of its name. The model's arrays are not at hand here, so it is told by its shapes.
+        shapes = [(leaf.shape, leaf.dtype) if is_array(leaf) else None for leaf in leaves]
+        known, treedefs = [spec and spec[:2] for spec in structure.specs], subtreedefs(structure)
+        alike = [span for span in _spans_of(structure) if known[span.start : span.stop] == shapes]
+        alike = [span for span in alike if same_treedef(treedefs[span.number], treedef)]
+        remedy = "the model has none like it; write a path. Pass the model to the result: tp.grad(loss)(model, x)"
+        if alike:
+            remedy = f"write its path, {' or '.join([repr(span.path or '**') for span in alike[:3]])}"
+        return f"{expected}, got {describe(value)} itself: {remedy}"
+    if leaves and not jtu.treedef_is_leaf(treedef) and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
+        return f"{expected}, got a mask, which is not accepted here: pass it as trainable="
+    position = "; a path is one text, such as 'layers.0'" if isinstance(value, int) else ""
+    return f"{expected}, got {describe(value)}: {value!r:.80}{position}"
 
 
 # -- Leaves ------------------------------------------------------------------------------------------------------------
-
-Follows = Mapping[int, frozenset[int]]
-"""For each alias of a declared or given tie, the leaves of its source."""
 
 
 def select(
@@ -324,15 +282,15 @@ def select(
     nothing else is.
     """
     among = structure.parameters if among is None else among
-    chosen, away = read(structure, where)
-    find = functools.partial(found_in, structure, among=among, kind=kind, may_be_empty=may_be_empty)
-    sides = [frozenset[int]().union(*[whole(find(each), follows) for each in side]) for side in (chosen, away)]
-    if sides[0] <= sides[1] and not may_be_empty:
+    find = lambda each: _whole(_found_in(structure, each, among, kind, may_be_empty), follows)
+    chosen, away = ([find(each) for each in side] for side in read(structure, where))
+    selected, taken = frozenset[int]().union(*chosen), frozenset[int]().union(*away)
+    if selected <= taken and not may_be_empty:
         raise ValueError(f"{name_of(where)} selects nothing: everything that it selects is excluded")
-    return sides[0] - sides[1]
+    return selected - taken
 
 
-def whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
+def _whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
     """Returns the leaves of parameters that a single `where` selects, from all leaves that it matches.
 
     A tie that a class declares, or a layout was given, is selected by its source, or by an alias if nothing else is
@@ -347,7 +305,7 @@ def whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
     return selected.difference(follows) | named
 
 
-def found_in(
+def _found_in(
     structure: Structure, match: _Match, among: Collection[int], kind: str = "parameter", may_be_empty: bool = False
 ) -> frozenset[int]:
     """Returns the leaves that a single `where` selects; raises a `ValueError` if there are none."""
@@ -355,15 +313,15 @@ def found_in(
     found = selected.intersection(among)
     if found or may_be_empty:
         return found
-    if selected:
-        why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
-        if why and any(structure.values[i] in ("float", "complex") for i in selected):
-            why += f"; to train a number, {AS_ARRAY}"
-        raise ValueError(f"{name_of(match.where)} selects no {kind}, only {some(structure, selected)}{why}")
-    raise ValueError(f"{name_of(match.where)} selects nothing{_hint(structure, match.where)}")
+    if not selected:
+        raise ValueError(f"{name_of(match.where)} selects nothing{_hint(structure, match.where)}")
+    why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
+    if why and any(structure.values[i] in ("float", "complex") for i in selected):
+        why += f"; to train a number, {AS_ARRAY}"
+    raise ValueError(f"{name_of(match.where)} selects no {kind}, only {_some(structure, selected)}{why}")
 
 
-def some(structure: Structure, selected: Collection[int], count: int = 3) -> str:
+def _some(structure: Structure, selected: Collection[int], count: int = 3) -> str:
     """Describes a few of these leaves."""
     shown = ", ".join(structure.describe(i) for i in sorted(selected)[:count])
     return shown + (f" and {len(selected) - count} more" if len(selected) > count else "")
@@ -381,21 +339,16 @@ def name_of(where: object, *, with_line: bool = True) -> str:
     return name if name.startswith("lambda at ") else repr(name)
 
 
-_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
-
-
 def _hint(structure: Structure, where: object) -> str:
     known = [structure.paths[i] for i in structure.parameters]
-    if isinstance(where, str) and where in _DTYPES:
-        return f"; pass a dtype by keyword, tp.ravel(model, dtype={where!r})"
+    dtype = getattr(where, "__name__", where) if isinstance(where, (str, type)) else ""
+    if re.fullmatch("b?float[0-9]+|complex[0-9]+", str(dtype)):
+        return f"; pass a dtype by keyword, tp.ravel(model, dtype={repr(dtype) if isinstance(where, str) else dtype})"
     if isinstance(where, (str, re.Pattern)):
         text = where if isinstance(where, str) else where.pattern
         return nearest(text, [*known, *(node.path for node in structure.nodes if node.entries)])
     if isinstance(where, type):
-        if isinstance(getattr(where, "dtype", None), np.dtype) or issubclass(where, np.generic):
-            return f"; pass a dtype by keyword, tp.ravel(model, dtype={where.__name__})"
-        classes = {node.cls.__qualname__ for node in structure.nodes}
-        return f"; the model has nodes of {', '.join(sorted(classes))}"
+        return f"; the model has nodes of {', '.join(sorted({node.cls.__qualname__ for node in structure.nodes}))}"
     return f"; the model's parameters are {quoted(known, 5)}" if known else ""
 
 
@@ -421,9 +374,8 @@ def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]
 
 def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
     chosen, away = read(structure, where)
-    every = range(len(structure.specs))
     for match in (*chosen, *away):
-        found_in(structure, match, every, "leaf")
+        _found_in(structure, match, range(len(structure.specs)), "leaf")
     taken = frozenset[int]().union(*[match.leaves() for match in away])
     # From the largest to the smallest, so that a node is met before all that is below it: the outermost is found.
     found, covered = list[_Span](), set[int]()
@@ -442,16 +394,20 @@ def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
     return sorted(found, key=lambda span: (span.start, span.stop))
 
 
-def _check_alike(structure: Structure, where: Where, spans: list[_Span]) -> list[_Span]:
+def _check_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_Span]:
     """Returns the nodes, if they have one structure, with leaves of the same shapes and dtypes."""
     first = spans[0]
     cls = None if first.number is None else structure.nodes[first.number].cls
-    if len(spans) == 1 and cls in (list, tuple, dict) and _means_the_node(structure, where, cls):
+    # A glob that matches one dictionary may mean the layers of a net with a single layer; for a list that is unlikely.
+    is_layer = cls is dict and isinstance(where, str) and re.search(r"[*?\[][^.]*$", where) and where[-2:] != "**"
+    if len(spans) == 1 and cls in (list, tuple, dict) and not is_layer:
         inner = f"{first.path}.*".lstrip(".")
         raise ValueError(f"{first.path!r} is one node, a {cls.__name__}; for the nodes in it write {inner!r}")
-    for span in spans[1:]:
-        difference = next(_differences(structure, first, span), None)
-        if difference is not None:
+    one, *others = (_structure_below(structure, span) for span in spans)
+    for span, other in zip(spans[1:], others, strict=True):
+        if other != one:
+            row = next(iter(compare(one, other)))
+            difference = row.in_words(f"in {first.path!r}", f"in {span.path!r}", "the node")
             raise ValueError(
                 f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}. Select "
                 "nodes that are alike"
@@ -461,41 +417,164 @@ def _check_alike(structure: Structure, where: Where, spans: list[_Span]) -> list
     return sorted(spans, key=lambda span: [*map(int, re.findall("[0-9]+", span.path))])
 
 
-def _means_the_node(structure: Structure, where: object, cls: type | None) -> bool:
-    """Returns whether a `where` that found one list, or dictionary, means that node and not the nodes in it.
+def _structure_below(structure: Structure, span: _Span) -> Structure:
+    """Returns the structure of a node, as if it were a model; it says nothing of leaves that are not arrays."""
+    specs, treedef = structure.specs[span.start : span.stop], subtreedefs(structure)[span.number]
+    leaves = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else 0 for spec in specs]
+    return scan_tree(jtu.tree_unflatten(treedef, leaves), leaves, treedef)
 
-    A glob that matches one dictionary may mean the layers of a net with a single layer; for a list that is unlikely.
+
+# -- Which parameters train --------------------------------------------------------------------------------------------
+
+
+def decide(
+    structure: Structure,
+    ties: tuple[Alias, ...],
+    trainable: object = None,
+    freeze: Where | None = None,
+    thaw: Where | None = None,
+    *,
+    said: dict[int, bool] | None = None,
+) -> tuple[bool, ...]:
+    """Decides for each leaf whether it is trained, so that every tied parameter is trained or frozen as a whole.
+
+    Args:
+        structure: of the models.
+        ties: of the models.
+        trainable: a mask, a `where`, or `None` for the declarations of classes.
+        freeze: a `where`, which overrides all before it.
+        thaw: the same; ties are checked only after both.
+        said: in place of `trainable`, whether each parameter is trained. An alias of a declared or given tie has an
+            entry only if a mask or a declaration names it; the entry must agree with the source.
     """
-    if isinstance(where, str):
-        return cls is not dict or not set("*?[") & set("".join(split_path(where)[-1:])) or where.endswith("**")
-    if isinstance(where, (list, tuple)):
-        return all(_means_the_node(structure, each, cls) for each in where)
-    return not any(match.is_listed for match in read(structure, where)[0])
+    follows = followers(ties)
+    said = _chosen(structure, follows, trainable) if said is None else said
+    for where, is_trained in ((freeze, False), (thaw, True)):
+        if where is not None:
+            selected = select(structure, where, follows)
+            if is_trained and all(said.get(i, True) for i in selected):
+                raise ValueError(f"{name_of(where)} selects nothing that is frozen, so there is nothing to thaw")
+            said |= dict.fromkeys(selected, is_trained)
+            for alias, places in follows.items():
+                if not places.isdisjoint(selected):
+                    said.pop(alias, None)
+    trained = dict(said)
+    for alias in ties:
+        # A source is no alias, so its own entry is final. An alias that nothing is said of agrees with its source.
+        of_source = trained[alias.source]
+        if said.get(alias.leaf, of_source) != of_source:
+            raise ValueError(_half_trained(structure, ties, alias, of_source))
+        trained[alias.leaf] = of_source
+    return tuple([trained.get(i, False) for i in range(len(structure.specs))])
 
 
-def _differences(structure: Structure, first: _Span, other: _Span) -> Iterator[str]:
-    ours, theirs = _entries_within(structure, first), _entries_within(structure, other)
-    if ours != theirs:
-        only = set(ours) ^ set(theirs)
-        yield f"only one of them has {quoted(sorted(map(join_path, only - {()})) or ['leaves'])}"
-        return
-    for i, j in zip(range(first.start, first.stop), range(other.start, other.stop), strict=True):
-        if structure.specs[i] != structure.specs[j]:
-            yield f"{structure.describe(i)} differs from {structure.describe(j)}"
-    if first.number is None or other.number is None:
-        return
-    nodes = [structure.nodes[n : structure.nodes[n].last] for n in (first.number, other.number)]
-    for here, there in zip(*nodes, strict=False):
-        if here.cls is not there.cls:
-            yield f"{here.path!r} is a {here.cls.__qualname__}, {there.path!r} a {there.cls.__qualname__}"
-        if here.cls is there.cls:
-            for row in static_differences(structure, here, there):
-                yield f"the static value {row.path!r} is {row.first}, and {row.second} at {there.path!r}"
-    treedefs = subtreedefs(structure)
-    if not same_treedef(treedefs[first.number], treedefs[other.number]):
-        yield "they differ in where they hold None"
+def _chosen(structure: Structure, follows: Follows, trainable: object) -> dict[int, bool]:
+    """Reads a mask, a `where` or the declarations (`None`) for each parameter."""
+    # Declarations stand above a `where`. A mask stands above both, since it says of each leaf by itself what it is.
+    declarations = _declarations(structure)
+    frozen = frozenset[int]().union(*declarations)
+    mask = _as_mask(structure, trainable)
+    if mask is not None:
+        return {i: mask[i] for i in structure.parameters}
+    every = frozenset(structure.parameters).difference(follows)
+    chosen, away = ([], []) if trainable is None else read(structure, trainable, may_only_take=True)
+    selected = frozenset[int]() if chosen else every
+    for match in chosen:
+        found = _found_in(structure, match, structure.parameters)
+        if found <= frozen:
+            raise ValueError(
+                f"{name_of(match.where)} selects only leaves that are declared frozen ({_some(structure, found)}); "
+                "to train them anyway, pass a layout that thaws them: tp.layout(model, thaw=...)"
+            )
+        selected |= _whole(found, follows)
+    for match in away:
+        selected -= _whole(_found_in(structure, match, structure.parameters), follows)
+    said = {i: i in selected for i in every}
+    for each in declarations:
+        own = each.intersection(structure.parameters)
+        said |= dict.fromkeys(own if own <= follows.keys() else own.difference(follows), False)
+    if away and not any(said.values()):
+        raise ValueError(f"{name_of(trainable)} selects nothing: everything is excluded or declared frozen")
+    return said
 
 
-def _entries_within(structure: Structure, span: _Span) -> list[tuple[str, ...]]:
-    """Returns the entries of the leaves in a node, relative to the node."""
-    return [entries[len(span.entries) :] for entries in structure.entries[span.start : span.stop]]
+def declared_frozen(structure: Structure) -> frozenset[int]:
+    """Returns the leaves that the classes of the nodes above them declare frozen."""
+    return frozenset[int]().union(*_declarations(structure))
+
+
+def _declarations(structure: Structure) -> list[frozenset[int]]:
+    """Returns the leaves that each declaration freezes."""
+    return [each for node, said in declaring_nodes(structure) for each in _frozen_below(structure, node, said)]
+
+
+def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[frozenset[int]]:
+    # Globs of a class are relative to its instances, so they are matched against paths without the node's own entries.
+    within = {i: structure.entries[i][len(node.entries) :] for i in range(node.start, node.stop)}
+    for glob in map(Glob, said.frozen):
+        yield frozenset(i for i, entries in within.items() if glob.selects(entries))
+    if said.fields and any(entries[0].isdigit() for entries in within.values()):
+        raise TypeError(
+            f"{node.cls.__qualname__} declares which fields train but is a pytree without field names; register "
+            "it with keys (jax.tree_util.register_dataclass), or write tp.declare(cls, freeze=...) with positions"
+        )
+    for name, trained in said.fields.items():
+        inside = [i for i, entries in within.items() if entries[0] == quote(name)]
+        if not trained:
+            yield frozenset(inside)
+        elif inside and not any(map(structure.is_parameter, inside)):
+            spec = structure.specs[inside[0]]
+            kind = f"{spec.dtype} of shape {spec.shape}" if spec else "a Python value, not an array"
+            raise TypeError(
+                f"{structure.paths[inside[0]]!r} is declared trainable=True, but holds {kind}, and only floating and "
+                "complex arrays can be trained; write tp.field(trainable=True, converter=jnp.asarray) for a number, "
+                "make the array floating, or drop trainable=True"
+            )
+
+
+def _as_mask(structure: Structure, value: object) -> list[bool] | None:
+    """Returns the flag of each leaf if `value` is a mask, otherwise `None`."""
+    if value is None or isinstance(value, (str, re.Pattern, type, Leaves)):
+        return None
+    # A mask and a `where` may both be a sequence, a function or a Module. A tree whose leaves are all bools is a mask;
+    # numbers in a tree of the model's structure, or in any that is no sequence, are a mask written wrongly.
+    flags, treedef = flatten(value)
+    has_its_structure, is_leaf = same_treedef(treedef, structure.treedef), jtu.treedef_is_leaf(treedef)
+    if all(isinstance(flag, (bool, np.bool_)) for flag in flags) and (flags or has_its_structure):
+        if has_its_structure:
+            return list(map(bool, flags))
+        if is_leaf:
+            raise ValueError(
+                f"trainable={value!r} is not a mask, which has a bool at every leaf of the model. Everything that is "
+                "not declared frozen trains by default; write freeze='**' in tp.layout to train nothing"
+            )
+        differences = compare(structure, scan_tree(value, flags, treedef), lambda i, j: ())
+        raise ValueError(
+            f"a mask must have the structure of the model, with a bool at every leaf; "
+            f"{next(iter(differences)).in_words('in the model', 'in the mask')}. "
+            'Write jax.tree.map(..., model) to make one, or select by path: trainable="head.**"'
+        )
+    is_no_where = has_its_structure or not (is_leaf or isinstance(value, (list, tuple, set, frozenset)))
+    if is_no_where and any(isinstance(flag, (int, float, np.generic)) or hasattr(flag, "dtype") for flag in flags):
+        if any(hasattr(flag, "dtype") and flag.dtype.kind != "b" and flag.ndim for flag in flags):
+            raise TypeError(_no_where(structure, value))
+        kinds = ", ".join(sorted({describe(flag) for flag in flags})[:3])
+        raise TypeError(f"a mask must hold Python bools, got {kinds}; write jax.tree.map(bool, mask) if they are flags")
+    return None
+
+
+def _half_trained(structure: Structure, ties: tuple[Alias, ...], alias: Alias, of_source: bool) -> str:
+    source, leaf = structure.paths[alias.source], structure.paths[alias.leaf]
+    is_, other = ("trained", "frozen") if of_source else ("frozen", "trained")
+    if alias.is_said:
+        how = f"is {alias} of" if alias.transforms else "is tied to"
+        return (
+            f"{leaf!r} {how} {source!r}, its source, and is trained or frozen with it, but the source is {is_} "
+            f"and the alias {other}; select the source {source!r} (or both)"
+        )
+    every = [structure.paths[each.leaf] for each in ties if each.source == alias.source and not each.is_said]
+    return (
+        f"{source!r} is {is_} and {leaf!r} is {other}, but they are one array. Either make one of them a "
+        f"separate array (tp.copy, as for a target network; tp.untie), or name all in one call: "
+        f"tp.layout(model, freeze={[source, *every]!r}), or thaw=... or trainable=... with all these"
+    )

@@ -26,7 +26,7 @@ class Declared(NamedTuple):
 
     fields: dict[str, bool]  # `trainable` of the fields whose metadata have it
     frozen: tuple[str, ...]  # globs
-    ties: Given
+    ties: dict[str, tuple[str, Callable[..., Any] | None]]  # by alias the path of the source, and the transform
 
 
 # Classes known without importing their packages: fields that their authors hold fixed are fixed here too.
@@ -99,11 +99,10 @@ else:
         """
         said: dict[str, Any] = {}
         if trainable is not None:
-            _check_bool(trainable, "tp.field")
-            said["trainable"] = trainable
+            said["trainable"] = _bool(trainable, "tp.field")
         if tied_to is not None:
             said["tied_to"] = tied_to if transform is None else (tied_to, transform)
-            read_source(said["tied_to"], "tp.field")
+            _read_source(said["tied_to"], "tp.field")
         elif transform is not None:
             raise ValueError('transform= needs the path of a parameter: tp.field(tied_to="embed", transform=...)')
         if kwargs.get("static") and (trainable or tied_to is not None):
@@ -157,16 +156,15 @@ def declare(cls: type, *, freeze: str | Sequence[str] = (), ties: Given | None =
     frozen = (freeze,) if isinstance(freeze, str) else freeze
     if not (isinstance(frozen, Sequence) and all(isinstance(glob, str) for glob in frozen)):
         raise TypeError(f'freeze must be a glob over paths or several, such as "bias" or "**", got {describe(frozen)}')
-    frozen, ties = tuple(frozen), read_ties(ties or {})
-    sources = [read_source(source, f"tp.declare, {alias!r}")[0] for alias, source in ties.items()]
+    frozen, read = tuple(frozen), read_ties(ties or {}, "tp.declare")
     names = getattr(cls, "_fields", ())  # of a NamedTuple
     if dataclasses.is_dataclass(cls):
         names = [each.name for each in dataclasses.fields(cls)]
-    for path in (*frozen, *ties, *sources) if names else ():
+    for path in (*frozen, *read, *(path for path, _ in read.values())) if names else ():
         first = split_path(path)[:1]
         if not any(first and Glob(join_path(first)).selects((quote(name),)) for name in names):
             raise ValueError(f"{cls.__qualname__} has no field for {path!r}{nearest(path, names)}")
-    registry.classes[cls] = Declared({}, frozen, ties)
+    registry.classes[cls] = Declared({}, frozen, read)
     registry.version += 1
 
 
@@ -179,11 +177,9 @@ def declared(cls: type, version: int) -> Declared:
     for each in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
         where = f"{cls.__qualname__}.{each.name}"
         if "trainable" in each.metadata:
-            _check_bool(each.metadata["trainable"], where)
-            fields[each.name] = each.metadata["trainable"]
+            fields[each.name] = _bool(each.metadata["trainable"], where)
         if "tied_to" in each.metadata:
-            read_source(each.metadata["tied_to"], where)
-            ties[quote(each.name)] = each.metadata["tied_to"]
+            ties[quote(each.name)] = _read_source(each.metadata["tied_to"], where)
     # Of Flax's variables only `nnx.Param` is a parameter: not a cache, a statistic, an intermediate result.
     frozen = ["**"] if _is_flax_state(cls) else []
     # Bases come first, so that of two declarations of one alias the subclass's holds; frozen globs add up.
@@ -221,13 +217,14 @@ def _is_flax(cls: type, *names: str) -> bool:
     return not {base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.nnx")}.isdisjoint(names)
 
 
-def _check_bool(value: object, where: str) -> None:
+def _bool(value: object, where: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{where}: `trainable` must be True or False, got {value!r}; trainable=False freezes")
+    return value
 
 
-def read_ties(ties: object) -> dict[str, Any]:
-    """Returns ties by their aliases."""
+def read_ties(ties: object, where: str) -> dict[str, tuple[str, Callable[..., Any] | None]]:
+    """Returns ties by their aliases: the path of the source, and the function of a tie that has one."""
     if not isinstance(ties, Mapping):
         raise TypeError(
             f"ties must be a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(ties)}"
@@ -235,20 +232,12 @@ def read_ties(ties: object) -> dict[str, Any]:
     for alias in ties:
         if not isinstance(alias, str):
             raise TypeError(f"ties: an alias must be a path such as 'head.weight', got {function_name(alias)}")
-    return dict(ties)
+    return {alias: _read_source(source, f"{where}, {alias!r}") for alias, source in ties.items()}
 
 
-def read_source(source: object, where: str) -> tuple[str, Callable[..., Any] | None]:
-    """Returns the source of a tie: its path, and the function of a tie that has one."""
+def _read_source(source: object, where: str) -> tuple[str, Callable[..., Any] | None]:
     path, transform = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
     if not isinstance(path, str) or not (transform is None or callable(transform)):
-        raise TypeError(
-            f"{where}: a tie needs a path such as 'embed.weight', or (path, transform), got {_in_short(source)}"
-        )
+        got = function_name(source) if callable(source) else f"{source!r:.80}"
+        raise TypeError(f"{where}: a tie needs a path such as 'embed.weight', or (path, transform), got {got}")
     return path, transform
-
-
-def _in_short(source: object) -> str:
-    if isinstance(source, tuple):
-        return f"({', '.join(map(_in_short, source))})"
-    return function_name(source) if callable(source) else f"{source!r:.80}"

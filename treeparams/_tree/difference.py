@@ -7,8 +7,7 @@ caller, who has more to compare: a layout whether they are trained, `tp.diff` th
 
 import collections
 import dataclasses
-import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,11 +16,10 @@ import jax.tree_util as jtu
 from .declare import is_box
 from .paths import join_path, quote, sibling_entries
 from .static_keys import contents, static_key
-from .structure import Node, Spec, Structure, keys_of
-from .text import Table, as_html, as_text, both_in_text, describe, first_few, in_text, shortened
+from .structure import Spec, Structure, keys_of, take
+from .text import Table, as_html, as_text, both_in_text, describe, first_few, in_text
 from .types import PyTree
 
-_DEEPEST = 8  # containers within a static value, which may contain itself
 _WORDS = {"class": "is a", "static": "has other static values:", "value": "has other values:", "tie": "is tied to"}
 _AGAIN = {"class": "a ", "tie": "to "}  # before the second
 NOTHING = "nothing"
@@ -132,37 +130,34 @@ def _table_of_elements(rows: Sequence[Difference]) -> Table:
 # -- Two structures ----------------------------------------------------------------------------------------------------
 
 _AtLeaves = Callable[[int, int], Iterable[Difference]]
-"""Compares two leaves at one path, by their numbers in the two trees."""
-
-rows_of: dict[type, Callable[[Any, Any], Iterable[Difference]]] = {}
-"""Classes with a function that lists how two of their objects, as static values, differ."""
+_Leaves = tuple[Sequence[Any], Sequence[Any]]
 
 
 def compare(
-    these: Structure, those: Structure, at_leaves: _AtLeaves, leaves: tuple[Sequence[Any], Sequence[Any]] | None = None
+    these: Structure, those: Structure, at_leaves: _AtLeaves | None = None, leaves: _Leaves | None = None
 ) -> Iterator[Difference]:
     """Yields the differences between the nodes of two structures, and between two leaves at one path, in tree order.
 
     Args:
         these: the first.
         those: the second.
-        at_leaves: compares two leaves.
+        at_leaves: compares two leaves at one path, by their numbers in the two trees; `None`: in shape and dtype.
         leaves: the leaves themselves, so that those that are not arrays are shown.
     """
+    pair = _Pair(these, those, at_leaves, leaves)
     if these.entries == those.entries and these.has_statics_of(those):
         for i in range(len(these.entries)):
-            yield from at_leaves(i, i)
+            yield from pair.at_leaves(i, i)
         return
-    yield from _Pair(these, those, at_leaves, leaves).rows()
-    if next(_Pair(these, those, _no_rows, leaves).rows(), None) is None:
-        # The structures differ, but no node does. The keys of static values are taken when a structure is met, and a
-        # list may have changed since: the reading above sees the lists as they are now.
-        ours, theirs = ([key for key in each.statics if key[0] is not type(None)] for each in (these, those))
-        for node, here, there in zip(these.nodes, ours, theirs, strict=False):
-            if here != there:
-                yield Difference(
-                    node.path, "static", shortened(in_text(node.static)), "the same, changed in place since"
-                )
+    numbers = [jtu.tree_unflatten(each.treedef, range(each.treedef.num_leaves)) for each in (these, those)]
+    seen = set[str]()
+    for row in pair.visit((), *numbers):
+        seen.add(row.what)
+        yield row
+    ours, theirs = ([key for key in each.statics if isinstance(key[0], type)] for each in (these, those))
+    if seen.isdisjoint(("structure", "class", "static")) and ours != theirs:
+        # The keys of static values are taken when a structure is met. What was read here are lists as they are now.
+        yield Difference("", "static", "a static value", "the same, changed in place since")
 
 
 def spec_rows(path: str, here: Spec | None, there: Spec | None) -> Iterator[Difference]:
@@ -176,61 +171,37 @@ def spec_rows(path: str, here: Spec | None, there: Spec | None) -> Iterator[Diff
     yield Difference(path, what, first, second)
 
 
-def static_differences(structure: Structure, here: Node, there: Node) -> Iterator[Difference]:
-    """Yields how the static values of two nodes of one class in one structure differ, by field."""
-    return _Pair(structure, structure, _no_rows).static_rows(here.entries, here.cls, here.static, there.static)
-
-
-def _no_rows(i: int, j: int) -> Iterable[Difference]:
-    """Compares nothing at two leaves."""
-    return ()
-
-
-def _tree_of_numbers(structure: Structure) -> PyTree:
-    """Returns a tree of this structure that holds the number of each leaf."""
-    return jtu.tree_unflatten(structure.treedef, range(structure.treedef.num_leaves))
-
-
 class _Pair:
     """Two structures that are read side by side."""
 
-    def __init__(
-        self,
-        these: Structure,
-        those: Structure,
-        at_leaves: _AtLeaves,
-        leaves: tuple[Sequence[Any], Sequence[Any]] | None = None,
-    ) -> None:
-        self.structures = these, those
-        self.at_leaves = at_leaves
-        self.leaves = leaves
+    def __init__(self, these: Structure, those: Structure, at_leaves: _AtLeaves | None, leaves: _Leaves | None) -> None:
+        self.structures, self.leaves = (these, those), leaves
+        self.at_leaves = at_leaves or (lambda i, j: spec_rows(these.paths[i], these.specs[i], those.specs[j]))
         # Bare objects are the same by identity, but in a copy made by pickling by their order, which is not known here.
         self.strict = not (these.is_unpickled or those.is_unpickled)
 
-    def rows(self) -> Iterator[Difference]:
-        """Returns all rows, in tree order."""
-        return self.visit((), *map(_tree_of_numbers, self.structures))
-
     def visit(self, entries: tuple[str, ...], here: PyTree, there: PyTree) -> Iterator[Difference]:
         """Yields the rows at and below two nodes at one path; their leaves are numbers."""
-        take = jtu.default_registry.flatten_one_level_with_keys
-        left, right = take(here), take(there)
+        left, right, kind = take(here), take(there), type(here)
         if left is None and right is None:
             yield from self.at_leaves(here, there)
             return
         # `None` is a node to JAX, without leaves. In a table it is something in one tree alone.
-        if left is None or right is None or (type(here) is not type(there) and (here is None or there is None)):
+        if left is None or right is None or (kind is not type(there) and (here is None or there is None)):
             yield Difference(join_path(entries), "structure", self.text(0, here), self.text(1, there))
             return
         ours, theirs = (self.children(side, entries, *each) for side, each in enumerate(((here, left), (there, right))))
-        if type(here) is not type(there):
-            yield Difference(join_path(entries), "class", *both_in_text(type(here), type(there)))
+        if kind is not type(there):
+            yield Difference(join_path(entries), "class", *both_in_text(kind, type(there)))
         # The static value of a dictionary, and of a state of Equinox, is its keys.
         elif not (isinstance(here, (dict, eqx.nn.State)) and ours.keys() != theirs.keys()):
-            yield from self.static_rows(entries, type(here), left[1], right[1])
+            names = []
+            if dataclasses.is_dataclass(kind):
+                names = [(field.name,) for field in dataclasses.fields(kind) if field.metadata.get("static")]
+            yield from self.static_rows(entries, left[1], right[1], names)
         # Children are matched by their entries and not by position, so that one that is missing shifts no other.
         for entry in dict.fromkeys([*ours, *theirs]):
-            is_boxed = len(ours) == 1 == len(theirs) and is_box(type(here)) and is_box(type(there))
+            is_boxed = len(ours) == 1 == len(theirs) and is_box(kind) and is_box(type(there))
             below = entries if is_boxed else (*entries, *entry)
             if entry in ours and entry in theirs:
                 yield from self.visit(below, ours[entry], theirs[entry])
@@ -250,59 +221,50 @@ class _Pair:
         """Describes a subtree of one of the two; its leaves are numbers."""
         if tree is None:
             return "None"
-        if jtu.default_registry.flatten_one_level(tree) is None:
+        if take(tree) is None:
             spec = self.structures[side].specs[tree]
             if spec is None and self.leaves is not None:
-                return shortened(in_text(self.leaves[side][tree]))
+                return in_text(self.leaves[side][tree])
             return describe(spec) if spec else "no array"
         count = jtu.tree_structure(tree).num_leaves
         return f"{type(tree).__qualname__} of {count:,} lea{'f' if count == 1 else 'ves'}"
 
-    def static_rows(self, entries: tuple[str, ...], cls: type, here: object, there: object) -> Iterator[Difference]:
-        """Yields how the static values of two nodes differ; for a dataclass by field."""
-        if self.are_equal(here, there):
-            return
-        names = []
-        if dataclasses.is_dataclass(cls):
-            names = [field.name for field in dataclasses.fields(cls) if field.metadata.get("static")]
-        if not (type(here) is tuple and type(there) is tuple and len(here) == len(there) >= len(names)):
-            yield from self.value_rows(entries, here, there)
-            return
-        # Fields are counted from the end: Equinox puts values of its own before theirs.
-        named = [*[()] * (len(here) - len(names)), *[(name,) for name in names]]
-        for name, one, other in zip(named, here, there, strict=True):
-            yield from self.value_rows((*entries, *name), one, other)
-
-    def value_rows(
-        self, entries: tuple[str, ...], here: object, there: object, depth: int = _DEEPEST
+    def static_rows(
+        self, entries: tuple[str, ...], here: Any, there: Any, names: Sequence[tuple[str, ...]] | None, depth: int = 8
     ) -> Iterator[Difference]:
-        """Yields how two static values differ; for containers with the same keys, which of their values differ."""
-        if self.are_equal(here, there):
+        """Yields how two static values differ; for containers with the same keys, which of their values differ.
+
+        Args:
+            entries: of the path.
+            here: the first.
+            there: the second.
+            names: of the static value of a node, the entries of its fields.
+            depth: of containers to look into, since a value may contain itself.
+        """
+        if here is there or static_key(here, strict=self.strict) == static_key(there, strict=self.strict):
             return
-        kind = type(here)
         rows: list[Difference] = []
-        # The deeper a row can point the better: into objects that compare themselves, then into containers. Where that
-        # shows no row, as for lists of different lengths, the two values are one row.
-        if kind is type(there) and kind in rows_of:
-            rows = [
-                row._replace(path=join_path((*entries, row.path) if row.path else entries))
-                for row in rows_of[kind](here, there)
-            ]
-        elif kind is type(there) and depth:
-            ours, theirs = _items(here), _items(there)
-            if list(map(operator.itemgetter(0), ours)) == list(map(operator.itemgetter(0), theirs)):
+        # The deeper a row can point the better: into layouts, then into containers. Where that shows no row, as for
+        # lists of different lengths, the two values are one row.
+        if type(here) is type(there) and type(here) in contents and hasattr(here, "diff"):
+            found = [(row, (row.path,) if row.path else ()) for row in here.diff(there).rows]
+            rows = [row._replace(path=join_path((*entries, *below))) for row, below in found]
+        elif type(here) is type(there) and depth:
+            ours, theirs = _items(here, names), _items(there, names)
+            if [key for key, _, _ in ours] == [key for key, _, _ in theirs]:
                 for (_, entry, one), (_, _, other) in zip(ours, theirs, strict=True):
-                    rows += self.value_rows((*entries, *entry), one, other, depth - 1)
+                    rows += self.static_rows((*entries, *entry), one, other, None, depth - 1)
         yield from rows or [Difference(join_path(entries), "static", *both_in_text(here, there))]
 
-    def are_equal(self, here: object, there: object) -> bool:
-        return here is there or static_key(here, strict=self.strict) == static_key(there, strict=self.strict)
 
-
-def _items(value: object) -> list[tuple[Hashable, tuple[str, ...], Any]]:
+def _items(value: Any, names: Sequence[tuple[str, ...]] | None) -> list[tuple[Any, tuple[str, ...], Any]]:
     """Returns the values in a static value, each with its key, whose type counts, and its entry of a path."""
     if type(value) in contents:
         return [(i, (), each) for i, each in enumerate(contents[type(value)](value))]
+    if type(value) is tuple and names is not None:
+        # Fields are counted from the end: Equinox puts values of its own before theirs.
+        entries = [*[()] * (len(value) - len(names)), *names]
+        return [(i, *each) for i, each in enumerate(zip(entries, value, strict=False))]
     if type(value) is tuple or type(value) is list:
         return [(i, (str(i),), each) for i, each in enumerate(value)]
     if type(value) is dict:
@@ -312,24 +274,20 @@ def _items(value: object) -> list[tuple[Hashable, tuple[str, ...], Any]]:
 
 # -- Ties --------------------------------------------------------------------------------------------------------------
 
-_Groups = Mapping[str, Mapping[str, Any]]
-"""For the path that names an array, all its paths, each with a note on it: compared by `==`, shown by its `str`."""
+_Ties = Sequence[tuple[str, str, Any]]
+"""The path that names an array, another one of it, and a note on that: compared by `==`, shown by its `str`."""
 
 
-def groups_of(structure: Structure) -> _Groups:
-    """Returns the paths of each array object that has several, by the first of them."""
-    found: dict[str, dict[str, Any]] = {}
-    for i, first in enumerate(structure.first):
-        if first != i:
-            path = structure.paths[first]
-            found.setdefault(path, {path: ""})[structure.paths[i]] = ""
-    return found
+def groups_of(structure: Structure) -> _Ties:
+    """Returns the paths of each array object that has several."""
+    paths = structure.paths
+    return [(paths[first], paths[i], "") for i, first in enumerate(structure.first) if first != i]
 
 
-def tie_rows(here: _Groups, there: _Groups, is_shared: Callable[[str], bool]) -> Iterator[Difference]:
-    """Yields how the ties of two trees differ among the paths that both have."""
-    ours, theirs = _other_paths(here, is_shared), _other_paths(there, is_shared)
-    for path in dict.fromkeys([*here, *there]):
+def tie_rows(here: _Ties, there: _Ties, is_shared: Callable[[str], bool], of_source: str = "") -> Iterator[Difference]:
+    """Yields how the ties of two trees differ among the paths that both have; `of_source` is the note on a source."""
+    ours, theirs = _other_paths(here, is_shared, of_source), _other_paths(there, is_shared, of_source)
+    for path in dict.fromkeys(source for source, _, _ in [*here, *there]):
         both = ours.get(path, {}), theirs.get(path, {})
         if both[0] != both[1]:
             first, second = map(_with_notes, both)
@@ -340,11 +298,13 @@ def _with_notes(others: Mapping[str, Any]) -> str:
     return ", ".join(f"{path} ({note})" if str(note) else path for path, note in others.items()) or NOTHING
 
 
-def _other_paths(groups: _Groups, is_shared: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
-    """Returns, for each path that both trees have, the other such paths of its array."""
+def _other_paths(ties: _Ties, is_shared: Callable[[str], bool], of_source: str) -> dict[str, dict[str, Any]]:
+    """Returns, for each tied path that both trees have, the other such paths of its array."""
+    groups: dict[str, dict[str, Any]] = {}
+    for source, alias, note in ties:
+        groups.setdefault(source, {source: of_source})[alias] = note
     found = {}
     for group in groups.values():
         shared = {path: note for path, note in group.items() if is_shared(path)}
-        for path in shared:
-            found[path] = {other: note for other, note in shared.items() if other != path}
+        found |= {path: {other: note for other, note in shared.items() if other != path} for path in shared}
     return found

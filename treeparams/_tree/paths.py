@@ -123,9 +123,9 @@ def nearest(path: str, known: Iterable[str], count: int = 3) -> str:
 
 # -- Globs -------------------------------------------------------------------------------------------------------------
 
-Star = str | tuple[str, ...]
+_Star = str | tuple[str, ...]
 """The entry, or a part of one, that a `*` stands for; the entries that a `**` stands for."""
-_States = dict[int, tuple[Star, ...]]
+_States = dict[int, tuple[_Star, ...]]
 _STARS = ("*", "**")
 
 
@@ -160,11 +160,11 @@ class Glob:
                     self._enter(after, at + 1, (*stars, *found))
         return after
 
-    def end(self, states: _States) -> tuple[Star, ...] | None:
+    def end(self, states: _States) -> tuple[_Star, ...] | None:
         """Returns the stars if the glob ends here, otherwise `None`."""
         return states.get(len(self.entries))
 
-    def match(self, entries: Iterable[str]) -> tuple[Star, ...] | None:
+    def match(self, entries: Iterable[str]) -> tuple[_Star, ...] | None:
         """Returns the stars if the glob matches these entries, otherwise `None`."""
         return self.end(functools.reduce(self.step, entries, self.start))
 
@@ -182,7 +182,7 @@ class Glob:
             states = self.step(states, entry)
         return self.end(states) is not None
 
-    def filled(self, stars: Sequence[Star]) -> str:
+    def filled(self, stars: Sequence[_Star]) -> str:
         """Returns the path with these texts in place of the stars, of either kind.
 
         >>> Glob("blocks.*.w").filled(["0"]), Glob("blocks.*.w").filled([("0", "mlp")])
@@ -201,7 +201,7 @@ class Glob:
             entries += [_one_entry(each) for each in pieces if each]
         return join_path(entries)
 
-    def _enter(self, states: _States, at: int, stars: tuple[Star, ...], *, is_within: bool = False) -> None:
+    def _enter(self, states: _States, at: int, stars: tuple[_Star, ...], *, is_within: bool = False) -> None:
         """Adds a position, and the positions after a `**` that matches nothing more."""
         while at not in states:
             is_open = at < len(self.entries) and self.entries[at] == "**"

@@ -1,4 +1,4 @@
-"""What is static about a tree: its nodes, paths, shapes and dtypes, and the arrays that are at several paths.
+"""The static half of a tree: its nodes, paths, shapes and dtypes, and the arrays that are at several paths.
 
 Leaves are numbered in tree order, nodes in preorder. So the leaves of a node, and the nodes below it, are consecutive.
 
@@ -20,7 +20,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -83,7 +83,8 @@ def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
 
 def _path_of_cycle(node: PyTree, above: set[int], entries: Entries) -> str | None:
     """Returns the path of the first node that is one of those above it."""
-    pairs = list((take(node) or [()])[0])
+    taken = take(node)
+    pairs = [] if taken is None else list(taken[0])
     for entry, (_, child) in zip(sibling_entries([key for key, _ in pairs], entries), pairs, strict=True):
         path = (*entries, entry)
         found = join_path(path) if id(child) in above else _path_of_cycle(child, above | {id(child)}, path)
@@ -483,7 +484,7 @@ class _Known:
 
 
 def _context() -> tuple[int, np.dtype]:
-    """Returns what a structure depends on besides its tree: the declarations, and whether JAX has 64 bits."""
+    """Returns all that a structure depends on besides its tree: the declarations, and whether JAX has 64 bits."""
     return registry.version, jax.dtypes.canonicalize_dtype(np.float64)
 
 
@@ -550,22 +551,3 @@ def static_values(treedef: TreeDef) -> list[Any]:
     # Tuples and lists are made anew at each flattening, around values that are not.
     treedef.walk(lambda _, data: extend(data) if type(data) in (tuple, list) else append(data), bool, leaves)
     return values
-
-
-# -- Tracers that are apart --------------------------------------------------------------------------------------------
-
-_apart: dict[int, "weakref.ref[Tracer]"] = {}  # by identity
-
-
-def keep_apart(tracers: Iterable[Any]) -> None:
-    """Remembers tracers that are separate as their arrays are: arguments of `tp.jit`, slots of a `Rest`, copies."""
-    for each in tracers:
-        if isinstance(each, Tracer):
-            # An identity serves another object when a tracer is gone, so the entry goes with it.
-            key = id(each)
-            _apart[key] = weakref.ref(each, lambda _, key=key: _apart.pop(key, None))
-
-
-def are_apart(values: Iterable[Any]) -> bool:
-    """Returns whether values are tracers that are separate as their arrays are."""
-    return all(id(each) in _apart for each in values)

@@ -5,7 +5,6 @@ import functools
 import html
 import importlib
 import inspect
-import itertools
 import operator
 import os
 import warnings
@@ -36,11 +35,15 @@ def describe(value: object) -> str:
 
 
 def in_text(value: object) -> str:
-    """Returns a value and its type; for an array its dtype and shape, for a function or class its name.
+    """Returns a value and its type, shortened; for an array its dtype and shape, for a function or class its name.
 
     >>> in_text(2.0), in_text(len), in_text(dict)
     ('2.0 (float)', 'len (builtin_function_or_method)', 'dict')
     """
+    return _shortened(_in_full(value))
+
+
+def _in_full(value: object) -> str:
     # Arrays of texts, objects or times are no arrays to JAX. Two of them differ in their elements, so these are shown.
     is_array = hasattr(value, "shape") and not isinstance(value, np.generic)
     if is_array and getattr(getattr(value, "dtype", None), "kind", "V") not in "OSUMm":
@@ -77,51 +80,28 @@ def function_name(function: object, *, with_line: bool = True) -> str:
 
 def both_in_text(here: object, there: object) -> tuple[str, str]:
     """Describes two values that differ by texts that differ; long ones start near the first difference."""
-    one, other = in_text(here), in_text(there)
+    one, other = _in_full(here), _in_full(there)
     if one == other and hasattr(here, "__qualname__"):
         longer = [f"{getattr(each, '__module__', '')}.{text}" for each, text in ((here, one), (there, other))]
         one, other = longer if longer[0] != longer[1] else (one, other)
     if one == other:
-        return shortened(one), shortened(f"another {other}")
+        return _shortened(one), _shortened(f"another {other}")
     start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - _LONGEST // 4
     if start <= 0 or max(len(one), len(other)) <= _LONGEST:
         start = 0
-    return shortened(one, start), shortened(other, start)
+    return _shortened(one, start), _shortened(other, start)
 
 
-def shortened(text: str, start: int = 0) -> str:
+def _shortened(text: str, start: int = 0) -> str:
     """Returns a text from a position on, shortened to fit into a table."""
     text = f"...{text[start:]}" if start else text
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _without_middle(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequence[str]]:
-    """Returns the rows of a table; if there are many, the first and last ones and a row that counts the rest."""
-    left_out = len(rows) - _ROWS
-    if left_out <= 0:
-        return rows
-    return [*rows[: _ROWS // 2], [f"... {left_out:,} more", *[""] * (width - 1)], *rows[-_ROWS // 2 :]]
-
-
-def _in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Formats rows as aligned text; the columns in `right` are aligned to the right. Many rows lose their middle.
-
-    >>> _in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
-    ['path  size', 'a       10', 'b.c      5']
-    """
-    cells = [list(header), *(list(map(in_one_line, row)) for row in _without_middle(rows, len(header)))]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    align = ["rjust" if column in right else "ljust" for column in range(len(header))]
-    return [
-        "  ".join(getattr(cell, how)(width) for cell, how, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in cells
-    ]
-
-
-def in_one_line(cell: str) -> str:
+def _in_one_line(cell: str) -> str:
     r"""Escapes a text that would break a row or cannot be printed: the key of a dictionary may be any text.
 
-    >>> print(in_one_line("a\nb"))
+    >>> print(_in_one_line("a\nb"))
     a\nb
     """
     return cell if cell.isprintable() else repr(cell)[1:-1]
@@ -139,7 +119,7 @@ def in_short(error: Exception) -> str:
 def first_few(names: Sequence[str]) -> str:
     """Returns names in one line; if there are many, the first ones and the last."""
     shown = names if len(names) <= _NAMES else [*names[: _NAMES - 1], "...", names[-1]]
-    return ", ".join(shown)
+    return ", ".join(map(_in_one_line, shown))
 
 
 def first_lines(lines: Iterable[str], count: int = 5) -> str:
@@ -214,11 +194,18 @@ def warn(message: str, about: Hashable = None) -> None:
 
 
 class Table(NamedTuple):
-    """Rows of text below a header; the columns in `right` are aligned to the right."""
+    """Rows of text below a header; the columns in `right` are aligned to the right. Many rows lose their middle."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     right: Sequence[int] = ()
+
+    def shown(self) -> list[list[str]]:
+        """Returns the header and the rows; of many the first and last ones, and a row that counts the rest."""
+        rows, left_out = list(self.rows), len(self.rows) - _ROWS
+        if left_out > 0:
+            rows[_ROWS // 2 : -_ROWS // 2] = [[f"... {left_out:,} more", *[""] * (len(self.header) - 1)]]
+        return [list(map(_in_one_line, row)) for row in (self.header, *rows)]
 
 
 def as_text(blocks: Sequence[Table | str]) -> str:
@@ -230,8 +217,17 @@ def as_text(blocks: Sequence[Table | str]) -> str:
     <BLANKLINE>
     10 elements
     """
-    lines = [[block] if isinstance(block, str) else _in_columns(*block) for block in blocks]
-    return "\n".join(itertools.chain.from_iterable(lines))
+    lines = list[str]()
+    for block in blocks:
+        if isinstance(block, str):
+            lines.append(block)
+            continue
+        columns = list(zip(*block.shown(), strict=True))
+        for i, column in enumerate(columns):
+            width = max(map(len, column))
+            columns[i] = tuple([cell.rjust(width) if i in block.right else cell.ljust(width) for cell in column])
+        lines += ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+    return "\n".join(lines)
 
 
 def as_html(blocks: Sequence[Table | str]) -> str:
@@ -242,27 +238,24 @@ def as_html(blocks: Sequence[Table | str]) -> str:
     """
     # Every cell says for itself how it looks: nbconvert, Colab and GitHub keep different parts of a style sheet, and
     # show a bare `<pre>` in a proportional font or not at all.
-    parts = []
-    for is_text, group in itertools.groupby(blocks, lambda block: isinstance(block, str)):
-        if is_text:
-            text = "<br>".join(html.escape(line) for line in group if isinstance(line, str) and line)
-            parts += [f'<p style="font-family:monospace">{text}</p>'] if text else []
-        else:
-            parts += [_table(block) for block in group if isinstance(block, Table)]
+    parts, lines = list[str](), list[str]()
+    for block in [*blocks, Table((), ())]:  # the last for the lines above it
+        if isinstance(block, str):
+            lines += [html.escape(block)] if block else []
+            continue
+        parts += [f'<p style="font-family:monospace">{"<br>".join(lines)}</p>'] if lines else []
+        lines = []
+        rows = [
+            "".join(_cell("td" if n else "th", i in block.right, cell) for i, cell in enumerate(row))
+            for n, row in enumerate(block.shown())
+        ]
+        parts += [f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"] if block.header else []
     return f'<div style="text-align:left">{"".join(parts)}</div>'
 
 
-def _table(table: Table) -> str:
-    rows = [("th", table.header), *(("td", row) for row in _without_middle(table.rows, len(table.header)))]
-    lines = ["".join(_cell(tag, i in table.right, cell) for i, cell in enumerate(row)) for tag, row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table>{body}</table>"
-
-
 def _cell(tag: str, is_right: bool, cell: str) -> str:
-    side = "right" if is_right else "left"
-    style = f"text-align:{side};font-family:monospace;white-space:pre"
-    return f'<{tag} style="{style}">{html.escape(in_one_line(cell))}</{tag}>'
+    style = f"text-align:{'right' if is_right else 'left'};font-family:monospace;white-space:pre"
+    return f'<{tag} style="{style}">{html.escape(cell)}</{tag}>'
 
 
 # -- Calls that do not fit ---------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Inexact
 
-from .._slots.ties import declared_frozen, find_ties
-from .._slots.where import Where, select
+from .._slots.ties import find_ties
+from .._slots.where import Where, declared_frozen, select
 from .._tree.declare import field
 from .._tree.static_keys import identical
 from .._tree.structure import Structure, same_treedef, scan_tree, structure_of

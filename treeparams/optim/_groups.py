@@ -19,7 +19,6 @@ from .._slots.layout import index_of
 from .._slots.parts import take_apart
 from .._slots.ties import declaring_nodes, find_ties
 from .._slots.where import Where, name_of
-from .._tree.declare import read_source
 from .._tree.paths import join_path, key_entries, split_path
 from .._tree.static_keys import contents
 from .._tree.structure import is_array, structure_of
@@ -83,8 +82,7 @@ def _with_aliases(params: PyTree) -> PyTree:
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     structure, aliases = structure_of(shapes)[2], dict[str, Any]()
     for node, said in declaring_nodes(structure):
-        for alias, source in said.ties.items():
-            path, transform = read_source(source, node.cls.__qualname__)
+        for alias, (path, transform) in said.ties.items():
             at = structure.index.get(join_path((*node.entries, *split_path(path))))
             if at is not None:
                 shape = jax.ShapeDtypeStruct(*structure.spec(at)[:2])

@@ -16,7 +16,8 @@ from .._forms.restructure import Restructure, known_leaves
 from .._forms.states import Division, Entries, Owners, entries_of
 from .._slots.index import digest_of
 from .._slots.layout import Trainable, index_of, look_up
-from .._slots.ties import Alias, declared_frozen, find_ties
+from .._slots.ties import Alias, find_ties
+from .._slots.where import declared_frozen
 from .._tree.copying import copy_leaf
 from .._tree.paths import join_path, quote
 from .._tree.structure import Spec, structure_of
@@ -44,7 +45,7 @@ class Contents:
         ties = find_ties(structure) if trainable is None else look_up(structure, trainable)[1].ties
         # Identity ties trained parameters, and nothing else: any other array is written and read at its own path.
         apart = self.in_states | (self.frozen if ties and trainable is None else frozenset())
-        self.aliases = {each.leaf: each for each in ties if each.is_said or apart.isdisjoint(each[:2])}
+        self.aliases = {each.leaf: each for each in ties if each.is_said or apart.isdisjoint((each.leaf, each.source))}
         arrays = [i for i, spec in enumerate(structure.specs) if spec is not None]
         self.names = {i: name_of(structure.paths[i]) for i in arrays}
 

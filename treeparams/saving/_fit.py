@@ -14,7 +14,7 @@ from .._files.names import Names, bare, heads_of, spelt_as
 from .._tree.copying import copy_leaf
 from .._tree.paths import nearest
 from .._tree.structure import Spec
-from .._tree.text import describe, first_few, in_one_line, quoted
+from .._tree.text import describe, first_few, quoted
 from .._tree.types import Array
 from ._contents import Contents
 from ._rename import Rename, Route, Transforms, routes, stack, unstack
@@ -113,7 +113,7 @@ def _to_leaves(route: Route, leaves: Mapping[str, int]) -> Route:
 
 def shown(names: Sequence[str]) -> str:
     """Formats names in one line; of many only the first ones and the last."""
-    return first_few([in_one_line(name) or '""' for name in names])
+    return first_few([name or '""' for name in names])
 
 
 class _Offers:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .._files.arrays import as_in_jax
 from .._files.names import split_name
-from .._tree.paths import Glob, Star, nearest, quote, unquote
+from .._tree.paths import Glob, nearest, quote, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe, function_name, in_short
 from .._tree.types import Array
@@ -19,7 +19,8 @@ from .._tree.types import Array
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
 """`{left: right}`, where a side is a glob or several, and the right may be `None`; or a function of a name."""
 Transforms = Mapping[Any, Callable[..., Any]]
-_Stars = tuple[Star, ...]
+_Star = str | tuple[str, ...]
+_Stars = tuple[_Star, ...]
 
 _AT_ONCE = 32  # operands of one program
 
@@ -273,7 +274,7 @@ class _Entry:
         return ()
 
 
-def _number(star: Star) -> int:
+def _number(star: _Star) -> int:
     """Returns the number that a star matched, or -1."""
     return int(star) if isinstance(star, str) and star.isdecimal() else -1
 

@@ -108,7 +108,8 @@ def _tied(state: TrainableState, words: Mapping[str, Any]) -> Layout:
     new = [Alias(alias, source, ()) for alias, source in pairs if alias not in index.sources]
     if not new or not isinstance(first, jax.ShapeDtypeStruct):
         return state.layout
-    return Layout(Index(index.structure, index.trained, tuple(sorted([*index.ties, *new], key=lambda tie: tie[1::-1]))))
+    ties = sorted([*index.ties, *new], key=lambda tie: (tie.source, tie.leaf))
+    return Layout(Index(index.structure, index.trained, tuple(ties)))
 
 
 def like_history(

@@ -17,9 +17,9 @@ from .._forms.form import Form
 from .._forms.mesh import automatic
 from .._forms.restructure import Restructure, released
 from .._forms.states import divide
+from .._slots.accidents import keep_apart
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, put_together, take_apart
-from .._tree.structure import keep_apart
 from .._tree.text import as_html, as_text, describe, in_short, quoted
 from .._tree.types import PyTree
 from ..optim._master import MasterState, copies_in, landed
