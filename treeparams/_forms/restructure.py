@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -156,12 +157,20 @@ class Restructure(Generic[M]):
     it. In its methods, *form* means either the vector or the stacks.
     """
 
-    def __init__(self, rest: Rest[M], form: Form, held: Form = NOTHING, stacks: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        rest: Rest[M],
+        form: Form,
+        held: Form = NOTHING,
+        stacks: Sequence[Any] = (),
+        gather: Callable[[Any], Any] | None = None,
+    ) -> None:
         """Used by this library; write `tp.ravel(model)` or `tp.stack(model)`."""
         self._rest = rest  # without the frozen arrays that are in stacks
         self._form = form
         self._held = held  # which frozen arrays are in which of the stacks
         self._stacks = stacks
+        self._gather = gather  # makes what is built whole on each device, from where it is asked for
 
     @property
     def layout(self) -> Layout:
@@ -191,7 +200,7 @@ class Restructure(Generic[M]):
             ValueError: an array has another shape; there is a stack too many, or one is missing.
             TypeError: the dtype is an integer one, or complex although every parameter is real.
         """
-        return put_together(released(self), self._form.cut(form))
+        return self._whole(put_together(released(self), self._form.cut(self._whole(form))))
 
     def ravel(self, model: PyTree) -> Any:
         """Collects the values of a model into the vector or the stacks; the inverse of calling.
@@ -255,7 +264,7 @@ class Restructure(Generic[M]):
             ValueError: see `restructure(form)`.
             TypeError: see `restructure(form)`.
         """
-        return View(self.layout, self._form, self._form.leaves(form))
+        return View(self.layout, self._form, self._form.leaves(self._whole(form)))
 
     def place(self, path: str) -> tuple[str | None, str, int]:
         """Returns where a parameter is stored in the stacks.
@@ -303,7 +312,7 @@ class Restructure(Generic[M]):
         """
         source = self._source(form)
         treedef, _, columns = source.nodes(where, is_part=True)
-        return treedef.unflatten(map(source.same(columns).get, columns))
+        return self._whole(treedef.unflatten(map(source.same(columns).get, columns)))
 
     def repeated(self, form: Resting, where: Where) -> Any:
         """Returns equal nodes, such as the layers of a net, as one node whose arrays have a leading axis over them.
@@ -340,7 +349,7 @@ class Restructure(Generic[M]):
         values = source.along(columns)
         for column, value in source.same(columns).items():
             values[column] = broadcast_as(value, count, None) if is_array(value) else value
-        return treedef.unflatten(map(values.get, columns))
+        return self._whole(treedef.unflatten(map(values.get, columns)))
 
     def scan(
         self, step: Callable[..., tuple[C, Any]], carry: C, form: Resting, where: Where, xs: Any = None, **options: Any
@@ -383,8 +392,13 @@ class Restructure(Generic[M]):
         def body(carry: C, each: tuple[Any, ...]) -> tuple[C, Any]:
             arrays, *further = each
             values = same | dict(zip(along, arrays, strict=True))
-            return step(carry, treedef.unflatten(map(values.get, columns)), *further)
+            return turn(carry, treedef.unflatten(map(values.get, columns)), *further)
 
+        def gathered(carry: C, node: Any, *further: Any) -> tuple[C, Any]:
+            return step(carry, self._whole(node), *further)
+
+        # On the way back each node is gathered and computed again, so that only their inputs are kept.
+        turn = step if self._gather is None else eqx.filter_checkpoint(gathered, prevent_cse=False)
         rows = [*along.values()], *([] if xs is None else [xs])
         return jax.lax.scan(body, carry, rows, count, **options)
 
@@ -402,6 +416,9 @@ class Restructure(Generic[M]):
         """
         return restructure_over(take_apart(model, self.layout).rest, self._form)
 
+    def _whole(self, tree: Any) -> Any:
+        return tree if self._gather is None else self._gather(tree)
+
     def _source(self, form: Resting) -> _Unbuilt:
         own = self._form
         return _Unbuilt(self._rest, [(own, own.leaves(form)), (self._held, self._stacks)])
@@ -415,23 +432,24 @@ class Restructure(Generic[M]):
 
 
 Restructure.__module__ = "treeparams"
-halves_of: Callable[[Restructure[Any]], Any] = operator.attrgetter("_rest", "_stacks", "_form", "_held")
-"""The `Rest` of the frozen arrays that are in no stack, the stacks of the others, the form, and that of the stacks."""
+halves_of: Callable[[Restructure[Any]], Any] = operator.attrgetter("_rest", "_form", "_held", "_stacks")
+"""The `Rest` of the frozen arrays that are in no stack, the form, that of the stacks of the others, and these."""
 
 
 def _children(restructure: Restructure[Any]) -> Any:
-    rest, stacks, *static = halves_of(restructure)
-    return (rest, stacks), tuple(static)
+    rest, form, held, stacks = halves_of(restructure)
+    return (rest, stacks), (form, held, operator.attrgetter("_gather")(restructure))
 
 
 def _children_with_keys(restructure: Restructure[Any]) -> Any:
-    rest, stacks, *static = halves_of(restructure)
-    return ((jtu.GetAttrKey("rest"), rest), (jtu.GetAttrKey("stacks"), stacks)), tuple(static)
+    (rest, stacks), static = _children(restructure)
+    return ((jtu.GetAttrKey("rest"), rest), (jtu.GetAttrKey("stacks"), stacks)), static
 
 
-def _unflatten(static: tuple[Form, Form], children: Iterable[Any]) -> Restructure[Any]:
+def _unflatten(static: tuple[Form, Form, Any], children: Iterable[Any]) -> Restructure[Any]:
     rest, stacks = children
-    return Restructure(rest, *static, stacks)
+    form, held, gather = static
+    return Restructure(rest, form, held, stacks, gather)
 
 
 jtu.register_pytree_with_keys(Restructure, _children_with_keys, _unflatten, _children)
@@ -439,7 +457,7 @@ jtu.register_pytree_with_keys(Restructure, _children_with_keys, _unflatten, _chi
 
 def released(restructure: Restructure[M]) -> Rest[M]:
     """Returns the `Rest` with each frozen array cut out of its stack."""
-    rest, stacks, _, held = halves_of(restructure)
+    rest, _, held, stacks = halves_of(restructure)
     if not held.blocks:
         return rest
     kept = list(kept_arrays(rest).values())
@@ -448,15 +466,9 @@ def released(restructure: Restructure[M]) -> Rest[M]:
     return with_kept_arrays(rest, kept)
 
 
-def with_forms(restructure: Restructure[M], form: Form, held: Form) -> Restructure[M]:
-    """Returns the same `Restructure` over other forms, whose arrays have other dtypes."""
-    rest, stacks, _, _ = halves_of(restructure)
-    return Restructure(rest, form, held, stacks)
-
-
 def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
     """Returns a `Restructure`'s index, its leaves that are not arrays, and the place of each slot in words."""
-    rest, _, form, _ = halves_of(restructure)
+    rest, form, _, _ = halves_of(restructure)
     index, singles = index_in(rest), others(rest)
     leaves = {
         i: singles[index.gathers.order[i] - len(index.positions)]

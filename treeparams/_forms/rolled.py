@@ -34,6 +34,7 @@ from .._programs import (
     operation_name,
     programs,
 )
+from .._tree.static_keys import static_key
 from .block import cut, cut_columns, cut_p
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -375,13 +376,8 @@ class _Kinds:
             params = {name: value for name, value in params.items() if isinstance(value, (bool, int, str))}
             name = operation_name(equation) if Kind.RULE in kind_of(equation) else repr(equation.params.get("_prim"))
             rule = name, self._rule(equation, orders - 1) if orders else None
-        return (
-            equation.primitive,
-            *types,
-            within,
-            rule,
-            tuple([(name, _key_of(params[name])) for name in sorted(params)]),
-        )
+        plain = {name: params[name] for name in sorted(params) if not _holds_a_program(params[name])}
+        return equation.primitive, *types, within, rule, static_key(plain, strict=True)
 
     def _type(self, var: _Var) -> Any:
         is_literal = isinstance(var, jex.Literal)
@@ -416,18 +412,10 @@ class _Kinds:
         return object()
 
 
-def _key_of(value: Any) -> Any:
-    """Returns a key that two equal parameters of equations share; nothing of programs, which are compared apart."""
-    if isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
-        return None
+def _holds_a_program(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return tuple(map(_key_of, value))
-    if isinstance(value, np.ndarray):
-        return value.dtype, value.shape, value.tobytes()
-    with contextlib.suppress(TypeError):
-        hash(value)
-        return type(value), value
-    return id(value)
+        return any(map(_holds_a_program, value))
+    return isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr))
 
 
 # -- The program with scans in it --------------------------------------------------------------------------------------
