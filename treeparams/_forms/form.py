@@ -168,11 +168,14 @@ class Form:
 
     def _at_blocks(self, tree: PyTree) -> list[Any]:
         """Returns the leaf of a tree at the keys of each block, or `None`."""
-        found = dict(jtu.tree_flatten_with_path(tree)[0])
-        unknown = found.keys() - set(self.keys)
-        if unknown:
-            raise ValueError(f"expected {self.noun} like the parameters, got an entry at {jtu.keystr(unknown.pop())}")
-        return [found.get(keys) for keys in self.keys]
+        found = {tuple(map(key_text, path)): leaf for path, leaf in jtu.tree_flatten_with_path(tree)[0]}
+        if () in found:
+            raise TypeError(f"expected {self.noun}, a dictionary, got {describe(tree)}")
+        known = [tuple(map(key_text, keys)) for keys in self.keys]
+        for keys in [keys for keys in found if keys not in known]:
+            close = nearest(keys[-1], [each[-1] for each in known])
+            raise ValueError(f"expected {self.noun}, got one too many, {_quote(keys)}{close}")
+        return [found.get(keys) for keys in known]
 
     def shapes(self) -> PyTree:
         """Returns the form as `jax.ShapeDtypeStruct`s."""
@@ -205,58 +208,33 @@ class Form:
         leaves, treedef = jtu.tree_flatten(tree)
         if treedef == self.treedef and self._are_right(leaves):
             return leaves
-        if self.is_bare:
-            self._check_leaf(0, tree)
-            return [tree]
-        expected = f"expected {self.noun}"
-        entries = jtu.tree_flatten_with_path(tree)[0]
-        if not isinstance(tree, Mapping) or any(not path for path, _ in entries):
-            raise TypeError(f"{expected}, a dictionary, got {describe(tree)}")
-        given = {tuple([key_text(key) for key in path]): leaf for path, leaf in entries}
-        known = [tuple([key_text(key) for key in keys]) for keys in self.keys]
-        if any(not isinstance(getattr(key, "key", None), str) for path, _ in entries for key in path):
-            raise TypeError(
-                f"{expected}, {{key: array}}, got another tree; write stacks, restructure = tp.stack(model)"
-            )
-        for keys in [keys for keys in given if keys not in known]:
-            close = nearest(str(keys[-1]), [each[-1] for each in known])
-            raise ValueError(f"{expected}, got one too many, {_quote(keys)}{close}")
-        for i, keys in enumerate(known):
-            if keys not in given:
-                raise ValueError(f"{self._in_words(i)} but there is no such stack")
-            self._check_leaf(i, given[keys])
-        return [given[keys] for keys in known]
+        leaves = [tree] if self.is_bare else self._at_blocks(tree)
+        for i, leaf in enumerate(leaves):
+            if leaf is None:
+                raise ValueError(f"{self._in_words(i)}, but there is no such array")
+            self._check_leaf(i, leaf)
+        return leaves
 
     def _in_words(self, i: int) -> str:
         """Returns the beginning of an error: the array that a block should be."""
-        block = self.blocks[i]
-        if self.is_bare:
-            return f"expected {self.noun} of shape {block.shape} and floating dtype,"
-        names = [self.paths[slot] for slot in self.members[i]]
-        if block.length is None:
-            return f"expected {describe(jax.ShapeDtypeStruct(block.shape, block.dtype))} at {names[0]!r},"
-        keys = tuple([key_text(key) for key in self.keys[i]])
-        return f"expected {self.noun} with rows of {quoted(names)} in {_quote(keys)},"
+        block, names = self.blocks[i], quoted([self.paths[slot] for slot in self.members[i]])
+        where = f" in {_quote(tuple(map(key_text, self.keys[i])))}" if block.has_rows else ""
+        holds = "" if self.is_bare else f" for {names}{where}"
+        return f"expected {self.noun} of shape {block.shape} and floating dtype{holds}"
 
     def _check_leaf(self, i: int, leaf: Any) -> None:
-        block = self.blocks[i]
+        block, array = self.blocks[i], "vector" if self.is_bare else "array"
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(f"{self._in_words(i)} got {describe(leaf)}")
+            raise TypeError(f"{self._in_words(i)}, got {describe(leaf)}")
         shape, rank = tuple(leaf.shape), len(block.shape)
         if shape != block.shape:
             is_mapped = len(shape) > rank and (self.is_bare or shape[-rank:] == block.shape)
-            several = "a stack of vectors" if self.is_bare else "several of them"
-            hint = f"; map over {several} with jax.vmap" if is_mapped else ""
-            wanted = f"for {len(self.paths)} slots," if self.is_bare else f"of shape {block.shape} in all;"
-            raise ValueError(f"{self._in_words(i)} {wanted} got shape {shape}{hint}")
+            hint = f"; map over a stack of {array}s with jax.vmap" if is_mapped else ""
+            raise ValueError(f"{self._in_words(i)}, got shape {shape}{hint}")
         if not is_inexact(leaf.dtype):
-            hint = f"; convert it with vector.astype({block.dtype})" if self.is_bare else ""
-            raise TypeError(f"{self._in_words(i)} in {block.dtype} or another floating dtype; got {leaf.dtype}{hint}")
+            raise TypeError(f"{self._in_words(i)}, got {leaf.dtype}; convert it with {array}.astype({block.dtype})")
         if is_complex(leaf.dtype) and not any(map(is_complex, block.dtypes)):
-            raise TypeError(
-                f"{self._in_words(i)} in {block.dtype} or another floating dtype; got {leaf.dtype}, and no parameter "
-                f"is complex; pass {'vector.real' if self.is_bare else 'its real part'}"
-            )
+            raise TypeError(f"{self._in_words(i)}, got {leaf.dtype}, and no parameter is complex; pass {array}.real")
 
 
 def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
