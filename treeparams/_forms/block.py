@@ -24,14 +24,13 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.experimental import jet, layout
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._tree.types import is_complex, widened
-from .mesh import alike, broadcast_as, first_axis_whole, laid_as, leading_axis, replicated, varying_alike
+from .mesh import alike, broadcast_as, first_axis_whole, laid_as, replicated, varying_alike
 
 _Shapes = tuple[tuple[int, ...], ...]
 
@@ -226,13 +225,10 @@ def _batch_join(
 ) -> tuple[jax.Array, int]:
     # A batch axis comes before the one that is cut, and all pieces must have it. A piece that is the same for the whole
     # batch is repeated, and lies over the devices of a mesh as the others do.
-    stacks = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
-    mapped = [stack for stack, axis in zip(stacks, axes, strict=True) if axis is not None]
-    size = mapped[0].shape[0]
-    along = next(filter(None, map(leading_axis, mapped)), None)
-    for i, axis in enumerate(axes):
-        if axis is None:
-            stacks[i] = broadcast_as(stacks[i], size, along)
+    mapped = [jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True) if axis is not None]
+    given, size = iter(mapped), mapped[0].shape[0]
+    pairs = zip(arrays, axes, strict=True)
+    stacks = [broadcast_as(array, size, mapped) if axis is None else next(given) for array, axis in pairs]
     return join(stacks, shapes, length, rank), 0
 
 
@@ -470,72 +466,3 @@ def _with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int
         shapes += [(start - at, *row), shape]
         at = start + size
     return (*shapes, (length - at, *row))
-
-
-# -- Outside of a trace ------------------------------------------------------------------------------------------------
-# All blocks are joined, and cut, as one program: a call per leaf would take 20 times as long. But many rows are joined
-# and cut some at a time. A program with a thousand operands takes seconds to compile, and is needed once; one for 64
-# rows serves all. Not so large rows, which would be held twice meanwhile.
-
-_AT_ONCE = 64
-_LARGE = 2**20  # bytes
-
-
-def join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> list[Any]:
-    """Joins each block from one array for each of its slots."""
-    is_some_at_a_time = any(map(_is_some_at_a_time, blocks, arrays))
-    return list(map(_join_rows, blocks, arrays)) if is_some_at_a_time else _join_all(tuple(blocks), arrays)
-
-
-def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]]:
-    """Cuts each block into its arrays, each in its dtype; a single array that has its dtype already is not copied."""
-    is_some_at_a_time = any(_is_some_at_a_time(block, [leaf]) for block, leaf in zip(blocks, leaves, strict=True))
-    if is_some_at_a_time or all(block.length is None for block in blocks):
-        return list(map(_cut_rows, blocks, leaves))
-    return _cut_all(tuple(blocks), leaves)
-
-
-def _is_some_at_a_time(block: Block, arrays: Sequence[Any]) -> bool:
-    return len(block.shapes) > _AT_ONCE and block.has_rows and not any(isinstance(each, Tracer) for each in arrays)
-
-
-# Inside of a trace, inlining leaves no trace of these.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _join_all(blocks: tuple[Block, ...], arrays: Sequence[Sequence[Any]]) -> list[Any]:
-    return list(map(Block.join, blocks, arrays))
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _cut_all(blocks: tuple[Block, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
-    return list(map(Block.cut, blocks, leaves))
-
-
-def _join_rows(block: Block, rows: Sequence[Any]) -> jax.Array:
-    is_large = math.prod(block.shapes[0]) * jnp.dtype(block.dtype).itemsize > _LARGE
-    if is_large or not _is_some_at_a_time(block, rows):
-        return _join_all((block,), [rows])[0]
-    batches = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
-    stacks = [_join_all((_some_rows(block, len(batch)),), [batch])[0] for batch in batches]
-    # The small stacks are then joined in their turn: to a block each is an array of several rows.
-    return _join_all((dataclasses.replace(block, shapes=tuple(stack.shape for stack in stacks)),), [stacks])[0]
-
-
-def _cut_rows(block: Block, leaf: ArrayLike) -> list[Any]:
-    if block.length is None:
-        is_right = isinstance(leaf, jax.Array) and leaf.dtype == block.dtype
-        return [leaf if is_right else cast(jnp.asarray(leaf), block.dtype)]
-    leaf, found = block.gathered(leaf), []
-    for start in range(0, len(block.shapes), _AT_ONCE) if block.has_rows else ():
-        count = min(_AT_ONCE, len(block.shapes) - start)
-        # The start is an operand, so that the slices for all starts are one program.
-        rows = _slice(leaf, np.uint32(start), count)
-        found += _cut_all((_some_rows(block, count),), [rows])[0]
-    return found or _cut_all((block,), [leaf])[0]
-
-
-_slice = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
-
-
-@functools.lru_cache
-def _some_rows(block: Block, count: int) -> Block:
-    return dataclasses.replace(block, shapes=block.shapes[:count], dtypes=block.dtypes[:count], length=count)

@@ -9,6 +9,7 @@ that those have captured. A form itself is held by the index of its layout.
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .._slots.index import Slot, first_entries
 from .._slots.layout import Layout, index_of
@@ -27,7 +28,7 @@ from .._tree.paths import key_entries, key_text, nearest
 from .._tree.structure import same_treedef, take
 from .._tree.text import count_of, describe, first_few, quoted
 from .._tree.types import PyTree, TreeDef, common_dtype, is_complex, is_inexact
-from .block import Block, cut_blocks, join_blocks
+from .block import Block, cast
 from .mesh import is_sharded, split
 
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
@@ -114,7 +115,7 @@ class Form:
         if self._is_apart:
             return jtu.tree_unflatten(self.treedef, arrays)
         of_each = [[arrays[slot] for slot in slots] for slots in self.members]
-        return jtu.tree_unflatten(self.treedef, join_blocks(self.blocks, of_each))
+        return jtu.tree_unflatten(self.treedef, _join_blocks(self.blocks, of_each))
 
     def holding(self, arrays: Sequence[Any]) -> PyTree:
         """Makes the form from one array per slot, each block in the widest dtype of its arrays."""
@@ -248,6 +249,75 @@ def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
 
 def _quote(keys: Sequence[Any]) -> str:
     return " of group ".join(map(repr, reversed(keys)))
+
+
+# -- Outside of a trace ------------------------------------------------------------------------------------------------
+# All blocks are joined, and cut, as one program: a call per leaf would take 20 times as long. But many rows are joined
+# and cut some at a time. A program with a thousand operands takes seconds to compile, and is needed once; one for 64
+# rows serves all. Not so large rows, which would be held twice meanwhile.
+
+_AT_ONCE = 64
+_LARGE = 2**20  # bytes
+
+
+def _join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> list[Any]:
+    """Joins each block from one array for each of its slots."""
+    is_some_at_a_time = any(map(_is_some_at_a_time, blocks, arrays))
+    return list(map(_join_rows, blocks, arrays)) if is_some_at_a_time else _join_all(tuple(blocks), arrays)
+
+
+def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]]:
+    """Cuts each block into its arrays, each in its dtype; a single array that has its dtype already is not copied."""
+    is_some_at_a_time = any(_is_some_at_a_time(block, [leaf]) for block, leaf in zip(blocks, leaves, strict=True))
+    if is_some_at_a_time or all(block.length is None for block in blocks):
+        return list(map(_cut_rows, blocks, leaves))
+    return _cut_all(tuple(blocks), leaves)
+
+
+def _is_some_at_a_time(block: Block, arrays: Sequence[Any]) -> bool:
+    return len(block.shapes) > _AT_ONCE and block.has_rows and not any(isinstance(each, Tracer) for each in arrays)
+
+
+# Inside of a trace, inlining leaves no trace of these.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _join_all(blocks: tuple[Block, ...], arrays: Sequence[Sequence[Any]]) -> list[Any]:
+    return list(map(Block.join, blocks, arrays))
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _cut_all(blocks: tuple[Block, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
+    return list(map(Block.cut, blocks, leaves))
+
+
+def _join_rows(block: Block, rows: Sequence[Any]) -> jax.Array:
+    is_large = math.prod(block.shapes[0]) * jnp.dtype(block.dtype).itemsize > _LARGE
+    if is_large or not _is_some_at_a_time(block, rows):
+        return _join_all((block,), [rows])[0]
+    batches = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
+    stacks = [_join_all((_some_rows(block, len(batch)),), [batch])[0] for batch in batches]
+    # The small stacks are then joined in their turn: to a block each is an array of several rows.
+    return _join_all((dataclasses.replace(block, shapes=tuple(stack.shape for stack in stacks)),), [stacks])[0]
+
+
+def _cut_rows(block: Block, leaf: ArrayLike) -> list[Any]:
+    if block.length is None:
+        is_right = isinstance(leaf, jax.Array) and leaf.dtype == block.dtype
+        return [leaf if is_right else cast(jnp.asarray(leaf), block.dtype)]
+    leaf, found = block.gathered(leaf), []
+    for start in range(0, len(block.shapes), _AT_ONCE) if block.has_rows else ():
+        count = min(_AT_ONCE, len(block.shapes) - start)
+        # The start is an operand, so that the slices for all starts are one program.
+        rows = _slice(leaf, np.uint32(start), count)
+        found += _cut_all((_some_rows(block, count),), [rows])[0]
+    return found or _cut_all((block,), [leaf])[0]
+
+
+_slice = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
+
+
+@functools.lru_cache
+def _some_rows(block: Block, count: int) -> Block:
+    return dataclasses.replace(block, shapes=block.shapes[:count], dtypes=block.dtypes[:count], length=count)
 
 
 # -- Makers of forms: each returns, for a layout, where its slots are stored in a tree of arrays -----------------------

@@ -348,7 +348,7 @@ class Restructure(Generic[M]):
         treedef, count, columns = source.nodes(where)
         values = source.along(columns)
         for column, value in source.same(columns).items():
-            values[column] = broadcast_as(value, count, None) if is_array(value) else value
+            values[column] = broadcast_as(value, count) if is_array(value) else value
         return self._whole(treedef.unflatten(map(values.get, columns)))
 
     def scan(
