@@ -131,8 +131,8 @@ ONES = np.ones((4, 3))
         (ONES, True, "a whole number of pieces, at least 1, got True"),
         ((), 2, "got: no arrays; pass anything"),
         ((ONES, np.ones(5)), 2, r"got: batch\[0\] has 4, batch\[1\] has 5"),
-        ({"x": ramp()}, 2, r"examples in the batch.*got: batch\['x'\] has none; pass"),
-        ((ONES, 2.0), 2, r"batch\[1\] has none; pass anything .* as a further argument"),
+        ({"x": ramp()}, 2, r"examples in the batch.*got: batch\['x'\] has 0; pass"),
+        ((ONES, 2.0), 2, r"batch\[1\] has 0; pass anything .* as a further argument"),
         (np.ones((0, 3)), 2, "at least one, got: batch has 0"),
     ],
 )

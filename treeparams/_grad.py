@@ -316,14 +316,14 @@ def _split_over(array: ArrayLike) -> int:
 def _count_examples(batch: PyTree) -> int:
     """Returns the number of examples: the length of the first axis of all arrays."""
     arrays = jtu.tree_flatten_with_path(batch)[0]
-    counts = {f"batch{jtu.keystr(path)}": tuple(getattr(array, "shape", ()))[:1] for path, array in arrays}
-    if len({*counts.values()}) != 1 or {(), (0,)} & {*counts.values()}:
-        got = ", ".join(f"{name} has {shape[0] if shape else 'none'}" for name, shape in counts.items())
+    counts = {f"batch{jtu.keystr(path)}": (*getattr(array, "shape", ()), 0)[0] for path, array in arrays}
+    if len({*counts.values()}) != 1 or 0 in counts.values():
         raise ValueError(
             "expected arrays of examples in the batch, as many along the leading axis of each and at least one, got: "
-            f"{got or 'no arrays'}; pass anything that is not to be split as a further argument"
+            + (", ".join(f"{name} has {count}" for name, count in counts.items()) or "no arrays")
+            + "; pass anything that is not to be split as a further argument"
         )
-    return next(iter(counts.values()))[0]
+    return next(iter(counts.values()))
 
 
 # -- Checks of a loss, of its options, and of the value that it returns ------------------------------------------------

@@ -306,7 +306,8 @@ class Loss:
     def _given(self, leaves: Sequence[Any], rest: Any) -> tuple[Any, ...]:
         """Returns the first arguments of the loss: the model, or the parameters in their form and the rest."""
         if self.is_lazy:
-            rest = Restructure(*halves_of(rest), self._gathered)
+            single, form, held, stacks = halves_of(rest)
+            rest = Restructure(single, form, held, stacks, self._gathered)
         if self.takes_form:
             return self.placement.tree(leaves), rest
         return (put_together(rest, self.compute.form.cut_leaves(leaves)),)
