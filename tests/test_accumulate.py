@@ -129,11 +129,11 @@ ONES = np.ones((4, 3))
     [
         (ONES, 0, "a whole number of pieces, at least 1, got 0"),
         (ONES, True, "a whole number of pieces, at least 1, got True"),
-        ((), 2, "there are no arrays in the batch"),
-        ((ONES, np.ones(5)), 2, r"same number of examples; batch\[0\] has 4, batch\[1\] has 5"),
-        ({"x": ramp()}, 2, r"batch\['x'\] must be an array with the examples along its leading axis, got float32\[\]"),
-        ((ONES, 2.0), 2, r"batch\[1\] must be an array .* got float; pass anything .* as a further argument"),
-        (np.ones((0, 3)), 2, "the batch has no examples: batch is empty"),
+        ((), 2, "got: no arrays; pass anything"),
+        ((ONES, np.ones(5)), 2, r"got: batch\[0\] has 4, batch\[1\] has 5"),
+        ({"x": ramp()}, 2, r"examples in the batch.*got: batch\['x'\] has 0; pass"),
+        ((ONES, 2.0), 2, r"batch\[1\] has 0; pass anything .* as a further argument"),
+        (np.ones((0, 3)), 2, "at least one, got: batch has 0"),
     ],
 )
 def test_what_is_refused(model, batch, pieces, message):

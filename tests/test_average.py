@@ -227,7 +227,7 @@ def test_buffers_keep_the_dtypes_of_the_average():
         ({}, {"decay": np.ones(2)}, ValueError, r"decay must be a scalar, got shape \(2,\)"),
         ({"w": np.ones(5, "f")}, {}, ValueError, r"expected float32\[1\] at 'w', got float32\[5\]"),
         ({"w": 1j * np.ones(1, np.complex64)}, {}, TypeError, r"a real float32 at 'w', got complex64\[1\]"),
-        ({"n": None}, {}, ValueError, r"average at 'n' \(shape \(2,\); nothing\); write buffers=\"keep\""),
+        ({"n": None}, {}, ValueError, r"average at 'n' \(.*\[2\]; None.* write buffers=\"keep\""),
         ({}, {"buffers": "mean"}, ValueError, 'buffers must be "copy", "keep" or "average"'),
         ({}, {"buffers": {"w": "keep"}}, ValueError, "'w' selects no frozen or integer array, only 'w'"),
     ],
@@ -342,6 +342,6 @@ def test_a_ref_of_another_shape_is_refused_before_anything_is_written():
         with_refs(),
         {**with_refs(), "steps": jax.new_ref(jnp.zeros(2, int)), "mean": jax.new_ref(jnp.ones(3))},
     )
-    with pytest.raises(ValueError, match=r"'steps' \(shape \(\); shape \(2,\)\)"):
+    with pytest.raises(ValueError, match=r"'steps' \(int32\[\]; .*\[2\]\)"):
         tp.ema(target, model, tau=0.5)
     np.testing.assert_array_equal(target["mean"][...], [7, 7, 7])

@@ -4,7 +4,7 @@ A trained parameter is averaged once for all paths of its tie. Everything else i
 even if the average or the model holds one array at several: two counters that start with one array are two counters.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -269,17 +269,16 @@ def _average_step(
     """Returns an average after a step towards a model, taken apart as before. Refs are written after all checks."""
     index, arrays, values = index_in(rest), kept_arrays(rest), other_values(rest)
     news = read_slots(index, model, exact_shapes=True)
-    _check_numbers([slot.path for slot in index.slots], slots, news)
     olds = arrays | {path: value for path, value in values.items() if _is_number(value) or is_ref(value)}
     policies = _policies(index, olds, buffers)
     olds = {path: old for path, old in olds.items() if policies[path] != "keep"}
-    steps = {}
+    found: dict[str, Any] = {}
     if olds:
         leaves, _, others = structure_of(model)
         found = {path: leaves[i] for path, i in others.index.items() if path in olds}
-        _check_numbers(found, map(olds.__getitem__, found), found.values())
-        _check_shapes(olds, found)
-        steps = {path: _next(policies[path], olds[path], new, weights) for path, new in found.items()}
+    paths = [slot.path for slot in index.slots]
+    _check_alike(olds | dict(zip(paths, slots, strict=True)), found | dict(zip(paths, news, strict=True)))
+    steps = {path: _next(policies[path], olds[path], new, weights) for path, new in found.items()}
     kept = [steps.get(path, array) for path, array in arrays.items()]
     written = [steps.get(path, value) for path, value in values.items()] if index.structure.refs else None
     return with_kept_arrays(rest, kept, written), _mix(slots, news, weights)
@@ -289,37 +288,24 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool)  # bools are flags
 
 
-def _check_numbers(paths: Iterable[str], olds: Iterable[Any], news: Iterable[Any]) -> None:
-    """Raises a `ValueError` for a number of the average or the model, unless the other has an equal one at its path."""
-    wrong = []
-    for path, *pair in zip(paths, olds, news, strict=True):
-        numbers = [each for each in pair if _is_number(each)]
-        are_equal = len(numbers) == 2 and (numbers[0] == numbers[1] or all(each != each for each in numbers))
-        if numbers and not are_equal:
-            old, new = (repr(each) if _is_number(each) else describe(each) for each in pair)
-            wrong.append(f"{path!r} ({old}; {new})")
+def _check_alike(olds: Mapping[str, Any], news: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` where the model has no array of the average's shape, or not the same number."""
+
+    def are_alike(old: Any, new: Any) -> bool:
+        if _is_number(old) or _is_number(new):
+            return _is_number(old) and _is_number(new) and bool(old == new or (old != old and new != new))
+        return (is_array(new) or is_ref(new) or isinstance(new, bool)) and jnp.shape(new) == jnp.shape(old)
+
+    # The model may lack a number: it would not be read.
+    wrong = [path for path, old in olds.items() if not (_is_number(old) and path not in news)]
+    wrong = [path for path in wrong if not are_alike(olds[path], news.get(path))]
+    said = lambda path, tree: repr(tree[path]) if _is_number(tree.get(path)) else describe(tree.get(path))
     if wrong:
         raise ValueError(
-            f"expected an array, or the same Python number, in the average and in the model, got {', '.join(wrong)}. A "
-            f'number is not averaged: {AS_ARRAY}, for both; or keep that of the average, buffers={{where: "keep"}}'
-        )
-
-
-def _check_shapes(olds: Mapping[str, Any], news: Mapping[str, Any]) -> None:
-    def problem(path: str, old: Any) -> str | None:
-        if path not in news:
-            return "nothing"
-        new = news[path]
-        if not (is_array(new) or is_ref(new) or isinstance(new, bool)):
-            return describe(new)
-        return None if jnp.shape(new) == jnp.shape(old) else f"shape {jnp.shape(new)}"
-
-    problems = {path: problem(path, old) for path, old in olds.items() if not _is_number(old)}
-    wrong = [f"{path!r} (shape {jnp.shape(olds[path])}; {got})" for path, got in problems.items() if got]
-    if wrong:
-        raise ValueError(
-            f"arrays that are not trained are copied from the model, which does not match the average at "
-            f'{", ".join(wrong)}; write buffers="keep" to keep the average\'s, or buffers={{where: "keep"}} for some'
+            "the model does not match the average at "
+            + ", ".join(f"{path!r} ({said(path, olds)}; {said(path, news)})" for path in wrong)
+            + f". A Python number is not averaged: {AS_ARRAY}, for both. To keep the average's arrays and numbers, "
+            'write buffers="keep", or buffers={where: "keep"} for some'
         )
 
 

@@ -315,23 +315,15 @@ def _split_over(array: ArrayLike) -> int:
 
 def _count_examples(batch: PyTree) -> int:
     """Returns the number of examples: the length of the first axis of all arrays."""
-    found: dict[int, str] = {}
-    for path, array in jtu.tree_flatten_with_path(batch)[0]:
-        name = f"batch{jtu.keystr(path)}"
-        if not getattr(array, "ndim", 0):
-            raise ValueError(
-                f"{name} must be an array with the examples along its leading axis, got {describe(array)}; pass "
-                "anything that is not to be split as a further argument"
-            )
-        found.setdefault(array.shape[0], name)
-    if not found:
-        raise ValueError("there are no arrays in the batch; pass the arrays of examples as the second argument")
-    if len(found) > 1:
-        counts = ", ".join(f"{name} has {count}" for count, name in found.items())
-        raise ValueError(f"all arrays of the batch must have the same number of examples; {counts}")
-    if 0 in found:
-        raise ValueError(f"the batch has no examples: {found[0]} is empty")
-    return next(iter(found))
+    arrays = jtu.tree_flatten_with_path(batch)[0]
+    counts = {f"batch{jtu.keystr(path)}": (*getattr(array, "shape", ()), 0)[0] for path, array in arrays}
+    if len({*counts.values()}) != 1 or 0 in counts.values():
+        raise ValueError(
+            "expected arrays of examples in the batch, as many along the leading axis of each and at least one, got: "
+            + (", ".join(f"{name} has {count}" for name, count in counts.items()) or "no arrays")
+            + "; pass anything that is not to be split as a further argument"
+        )
+    return next(iter(counts.values()))
 
 
 # -- Checks of a loss, of its options, and of the value that it returns ------------------------------------------------

@@ -5,7 +5,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_args, overload
 
 import jax
 import jax.tree_util as jtu
@@ -68,10 +68,8 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
     if refused:
         remedy = next(text for start, text in _REFUSED.items() if refused[0].startswith(start))
         raise ValueError(f"tp.jit takes arguments apart and has no {refused[0]!r}: {remedy}")
-    if donate not in ("all", "all-except-first", "warn", "warn-except-first", "none"):
-        raise ValueError(
-            f"donate must be 'all', 'all-except-first', 'warn', 'warn-except-first' or 'none', got {donate!r}"
-        )
+    if donate not in get_args(Donate):
+        raise ValueError(f"donate must be {', '.join(map(repr, get_args(Donate)))}, got {donate!r}")
     if not (fun is None or callable(fun)):
         raise TypeError(f"expected a function, got {describe(fun)}; write tp.jit(f)(model, x)")
     if fun is None:

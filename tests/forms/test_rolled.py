@@ -72,11 +72,9 @@ def net(kinds):
 
 
 NETS = {  # the kinds of their layers
-    "one kind": [layer] * 6,
-    "one kind after another": [layer] * 5 + [other] * 5,
-    "in turn": [layer, other] * 4,
-    "numbers that differ": [lambda key, i=i: layer(key, 1 / (2 + i)) for i in range(6)],
-    "frozen layers": [layer] * 8,
+    "one kind after another": [layer] * 4 + [other] * 4,
+    "in turn": [layer, other] * 3,
+    "numbers that differ, and frozen layers": [lambda key, i=i: layer(key, 1 / (2 + i)) for i in range(6)],
 }
 XS, KEYS = jnp.array([0, 2, 1, 0]), jax.random.split(jax.random.key(2), 4)
 
@@ -99,33 +97,30 @@ def close(found, expected):
     jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
 
 
-# Layers of one kind are among those of two kinds, and among those of which some are frozen.
-@pytest.mark.parametrize("name", some(NETS, ["one kind"]))
+@pytest.mark.parametrize("name", some(NETS, ["one kind after another"]))
 def test_it_is_the_function_and_its_gradient(name):
-    stacks, loss = losses(net(NETS[name]), "!layers.[0-2]" if name == "frozen layers" else None)
+    stacks, loss = losses(net(NETS[name]), "!layers.[0-2]" if "frozen" in name else None)
     args = stacks, XS, KEYS
     gradient = jax.jit(jax.value_and_grad(loss))
     close(jax.jit(jax.value_and_grad(tp.rolled(loss)))(*args), gradient(*args))
-    assert products(tp.rolled(loss), *args) < products(loss, *args) / 1.5
+    assert products(tp.rolled(loss), *args) < products(loss, *args) / 1.4
 
 
 def test_under_other_transformations():
-    stacks, loss = losses(net([layer] * 3))
-    rolled = tp.rolled(loss)
-    assert products(rolled, stacks, XS, KEYS) < products(loss, stacks, XS, KEYS)
-    tangent = jax.tree.map(jnp.cos, stacks)
-    along = lambda f: jax.jit(lambda stacks: jax.jvp(jax.grad(f), (stacks, XS, KEYS), (tangent, *_zeros(XS, KEYS)))[1])
-    close(along(rolled)(stacks), along(loss)(stacks))
-    several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), stacks)
-    each = lambda f: jax.jit(jax.vmap(jax.grad(f), (0, None, None)))(several, XS, KEYS)
-    close(each(rolled), each(loss))
-    again = lambda f: jax.jit(jax.grad(jax.checkpoint(f)))(stacks, XS, KEYS)
-    close(again(rolled), again(loss))
-    close(rolled(stacks, XS, KEYS), loss(stacks, XS, KEYS))  # without `jit`
+    stacks, restructure = tp.stack([jax.random.normal(jax.random.key(i), (3, 3)) for i in range(4)])
 
+    def loss(stacks, x):
+        for weight in restructure(stacks):
+            x = jax.nn.relu(weight @ x) + jnp.sin(x) * jnp.cos(x)
+        return jnp.sum(x**2)
 
-def _zeros(*arrays):
-    return [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
+    rolled, x = tp.rolled(loss), jnp.ones(3)
+    assert products(rolled, stacks, x) < products(loss, stacks, x)
+    several = jax.tree.map(lambda s: jnp.stack([s, 2 * s]), stacks)
+    along = lambda f: lambda s: jax.jvp(jax.grad(jax.checkpoint(f)), (s, x), (jax.tree.map(jnp.cos, s), x))
+    each = lambda f: lambda stacks, several: (along(f)(stacks), jax.vmap(jax.grad(f), (0, None))(several, x))
+    close(jax.jit(each(rolled))(stacks, several), jax.jit(each(loss))(stacks, several))
+    close(rolled(stacks, x), loss(stacks, x))  # without `jit`
 
 
 def test_so_many_layers_take_as_many_operations_as_few():
@@ -153,7 +148,7 @@ def test_what_each_layer_gives_can_be_kept():
 
 
 # A dictionary sorts its keys, so `layer_7` comes behind `layer_10`.
-@pytest.mark.parametrize("rows", [(0, 2, 4), (1, 2, 3, 4), (0, 3, 6, 9), (0, 1, 4, 5, 2, 3)], ids=str)
+@pytest.mark.parametrize("rows", [(0, 3, 6, 9), (0, 1, 4, 5, 2, 3)], ids=str)
 def test_rows_in_any_order(rows):
     weights = jnp.linspace(-1, 1, 90).reshape(10, 3, 3)[: max(rows) + 1]
 
@@ -163,9 +158,8 @@ def test_rows_in_any_order(rows):
         return jnp.sum(x) + weights[0, 0, 0]
 
     args = weights, jnp.ones(3)
-    close(jax.value_and_grad(tp.rolled(chain))(*args), jax.value_and_grad(chain)(*args))
     assert products(tp.rolled(chain), *args) < products(chain, *args)
-    each = lambda f: jax.vmap(jax.grad(f), (0, None))(jnp.stack([weights, 2 * weights]), args[1])
+    each = lambda f: jax.jit(jax.vmap(jax.value_and_grad(f), (0, None)))(jnp.stack([weights, 2 * weights]), args[1])
     close(each(tp.rolled(chain)), each(chain))
 
 
@@ -360,7 +354,7 @@ def a_net(seed):
     return net, stacks
 
 
-@pytest.mark.parametrize("seed", some(range(200), range(6, 200)))
+@pytest.mark.parametrize("seed", some(range(200), range(4, 200)))
 def test_random_nets(seed):
     net, stacks = a_net(seed)
     same_or_said(net, stacks, jnp.ones(3), jax.random.key(seed))

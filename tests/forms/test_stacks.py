@@ -136,11 +136,11 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (lambda: WAY({"float32[2]": ramp(2, 2)}), ValueError, r"of 'm' in 'float32\[2,2\]', but there is no such"),
+        (lambda: WAY({"float32[2]": ramp(2, 2)}), ValueError, r"for 'm' in 'float32\[2,2\]', but there is no such"),
         (
             lambda: WAY(ROWS | {"float32[2]": None}),
             ValueError,
-            r"rows of 'a.0', 'a.1' in 'float32\[2\]', but there is no",
+            r"for 'a.0', 'a.1' in 'float32\[2\]', but there is no",
         ),
         (
             lambda: WAY(ROWS | {"float32[3]": ramp(1, 3)}),
@@ -151,28 +151,28 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
         (
             lambda: WAY(ROWS | {"float32[2]": ramp(3, 2)}),
             ValueError,
-            r"'a.0', 'a.1' in 'float32\[2\]'.*; got shape \(3, 2\)",
+            r"'a.0', 'a.1' in 'float32\[2\]', got shape \(3, 2\)",
         ),
         (
             lambda: WAY(ROWS | {"float32[2]": ramp(2)}),
             ValueError,
-            r"'a.0', 'a.1' in 'float32\[2\]'.*; got shape \(2,\)",
+            r"'a.0', 'a.1' in 'float32\[2\]', got shape \(2,\)",
         ),
         (lambda: jax.eval_shape(WAY, ROWS | {"float32[2]": ramp(1, 2)}), ValueError, r"got shape \(1, 2\)"),
         (
             lambda: WAY(jax.tree.map(lambda x: x[None], ROWS)),
             ValueError,
-            r"\(1, 1, 2, 2\); map over several .* jax.vmap",
+            r"\(1, 1, 2, 2\); map over a stack .* jax.vmap",
         ),
         (
             lambda: WAY(ROWS | {"float32[2]": np.ones((2, 2), int)}),
             TypeError,
-            r"'a.0', .* in 'float32\[2\]'.* floating dtype; got int",
+            r"'a.0', .* in 'float32\[2\]', got int",
         ),
         (
             lambda: WAY(ROWS | {"float32[2]": np.ones((2, 2), "F")}),
             TypeError,
-            r"'a.0', .* in 'float32\[2\]'.*; got complex64",
+            r"'a.0', .* in 'float32\[2\]', got complex64",
         ),
         (lambda: WAY(ROWS | {"float32[2]": 3.0}), TypeError, r"'a.0', 'a.1' in 'float32\[2\]', got float"),
         (lambda: WAY(ROWS["float32[2]"]), TypeError, r"the stacks of tp.stack, a dictionary, got float32\[2,2\]"),

@@ -1,12 +1,9 @@
 """Stacks: what is frozen beside them, and what they are in transformations."""
 
-import math
-import pickle
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
-import jax.experimental.jet
 import jax.export
 import jax.numpy as jnp
 import numpy as np
@@ -65,12 +62,6 @@ def test_with_frozen():
         restructure.with_frozen(second | {"ints": [*second["ints"][:2], jnp.ones(3, bool), second["ints"][3]]})
 
 
-def test_pickling_with_frozen_parts():
-    model = _frozen(1.0) | {"keys": 0, "values": (math.sin, 2)}  # neither keys nor functions of JAX can be pickled
-    stacks, restructure = tp.stack(model, tp.layout(model, freeze=FREEZE))
-    assert_same(pickle.loads(pickle.dumps(restructure))(stacks), model)
-
-
 def test_a_restructure_is_a_pytree_of_the_frozen_arrays():
     model = {"norms": [Norm(ramp(2), ramp(3)), Norm(ramp(2), ramp(3, start=2))], "n": jnp.arange(2), "f": jnp.tanh}
     stacks, restructure = tp.stack(model)
@@ -107,43 +98,10 @@ class Deep(eqx.Module):
 DEEP = Deep(1.0)
 DEEP_STACKS, DEEP_WAY = tp.stack(DEEP, "!table")
 X = np.array([0.3, -0.4], np.float32)
-DERIVATIVES = {
-    "value": lambda f: f,
-    "gradient": jax.grad,
-    "tangent": lambda f: lambda s: jax.jvp(f, (s,), (s,))[1],
-    "hessian": jax.hessian,
-    "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
-    "third": lambda f: jax.grad(lambda s: _total(jax.grad(lambda s: _total(jax.grad(f)(s)))(s))),
-    "jet": lambda f: (
-        lambda s: jax.experimental.jet.jet(lambda t: f(jax.tree.map(lambda x: x * t, s)), (1.0,), ([1.0, 0.0, 0.0],))
-    ),
-    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
-    "scan": lambda f: lambda s: jax.lax.scan(lambda s, _: (_stepped(s, jax.grad(f)(s)), f(s)), s, None, length=3),
-    "vmap": lambda f: lambda s: jax.vmap(jax.grad(f))(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), s)),
-}
-
-
-def _total(tree):
-    return sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(tree))
 
 
 def _stepped(stacks, gradient):
     return jax.tree.map(lambda x, g: x - 0.1 * g, stacks, gradient)
-
-
-@pytest.mark.parametrize("name", DERIVATIVES)
-def test_derivatives_of_any_order_are_those_of_rows_taken_by_hand(name):
-    def by_hand(stacks):
-        weights, biases = stacks["float32[2,2]"], stacks["float32[2]"]
-        x = jnp.asarray(X)
-        for k in range(3):
-            x = jnp.tanh(weights[k] @ x + biases[k] + DEEP.table[0]) * DEEP.table[1]
-        return jnp.sum((weights[0] @ x) ** 2)
-
-    of = DERIVATIVES[name]
-    compiled = jax.jit(lambda s, r: (of(lambda s: r(s)(X))(s), of(by_hand)(s)))
-    got, want = compiled(DEEP_STACKS, DEEP_WAY)
-    assert_close(got, want, 1e-4)
 
 
 def test_donated_steps_leave_the_model_alive_and_take_one_trace():

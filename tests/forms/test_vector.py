@@ -10,7 +10,7 @@ import pytest
 import treeparams as tp
 
 from .. import zoo
-from ..zoo import Norm, assert_same, enable_x64, ramp
+from ..zoo import assert_same, enable_x64, ramp
 
 MIXED = {
     "bf16": ramp(3, dtype=jnp.bfloat16),
@@ -89,32 +89,6 @@ def test_what_is_refused(use, error, message):
     _, restructure = tp.ravel(TREE)
     with pytest.raises(error, match=message):
         use(restructure)
-
-
-def test_a_restructure_is_a_pytree_of_the_frozen_arrays():
-    model = {"norm": Norm(ramp(2), ramp(3)), "n": jnp.arange(2), "f": jnp.tanh}
-    vector, restructure = tp.ravel(model)
-    assert [leaf.shape for leaf in jax.tree.leaves(restructure)] == [(2,), (3,)]
-    passed = jax.jit(lambda r: jax.tree.map(lambda x: x + 1, r))(restructure)
-    np.testing.assert_array_equal(passed(vector)["norm"].mean, model["norm"].mean + 1)
-    assert passed(vector)["f"] is jnp.tanh
-    stacked = jax.tree.map(lambda x: np.stack([x, 2 * x]), restructure)
-    means = jax.vmap(lambda r, v: r(v)["norm"].mean, (0, None))(stacked, vector)
-    np.testing.assert_array_equal(means, np.stack([model["norm"].mean, 2 * model["norm"].mean]))
-    (_, carried), _ = jax.lax.scan(lambda c, _: ((c[0] * 2, c[1]), None), (vector, restructure), None, length=3)
-    assert jax.tree.structure(carried) == jax.tree.structure(restructure)
-
-
-def test_with_frozen():
-    first = {"norm": Norm(ramp(2), ramp(3)), "f": jnp.tanh}
-    second = {"norm": Norm(ramp(2, start=5), ramp(3, start=7)), "f": jnp.sin}
-    vector, restructure = tp.ravel(first)
-    got = restructure.with_frozen(second)(vector)
-    assert got["norm"].mean is second["norm"].mean
-    assert got["f"] is jnp.sin
-    np.testing.assert_array_equal(got["norm"].scale, first["norm"].scale)
-    with pytest.raises(ValueError, match=r"'norm\.mean' is float32\[3\] in the first, float32\[4\] in the second"):
-        restructure.with_frozen({"norm": Norm(ramp(2), ramp(4)), "f": jnp.tanh})
 
 
 def test_ravel_reads_any_tree_with_the_slots():

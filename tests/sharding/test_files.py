@@ -1,4 +1,4 @@
-"""Training goes on from a file over any number of devices, whatever the rules: 8 -> 4 -> 2 -> 1 devices."""
+"""Training goes on from a file over any number of devices, whatever the rules: 8 -> 4 -> 1 devices."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim, saving, sharding
 
+from ..long import some
 from ..nets import AUTO, EXPLICIT, mesh_of
 from ..zoo import enable_x64
 
@@ -39,17 +40,16 @@ def loss(model, x, y):
     return jnp.mean((h @ model["h"].T - y) ** 2)
 
 
-BATCHES = [np.random.default_rng(k).normal(size=(2, 16, 16)) for k in range(8)]
+BATCHES = [np.random.default_rng(k).normal(size=(2, 16, 16)) for k in range(3)]
 SCHEDULED = optax.adam(optax.linear_schedule(1e-2, 1e-3, 8))
-CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), optax.MultiSteps(optax.adamw(1e-2), 3).gradient_transformation())
+CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation())
 MUON, FACTORED = optax.contrib.muon(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=4)
 SPLIT, SMALL = {"**": "split"}, {"o": "whole", "**": "split"}
 MANY = {"l.0": "whole", "l.*.w": "owned", "**": "split"}
 TOLERANCES = (1e-10, 1e-10), (1e-6, 1e-6)
-CASES = {  # form, rule, rules on 8 and 4 devices, on 2, on 1
+CASES = {  # form, rule, rules on 8, 4 and 1 devices
     "tree": ("tree", SCHEDULED, SMALL, SPLIT, None),
     "vector": ("vector", CLIPPED, SPLIT, {"**": "whole"}, SPLIT),
-    "stacks": ("stacks", SCHEDULED, SMALL, {"**": "whole"}, None),
     "owned": ("stacks", MUON, {"**": "owned"}, SPLIT, None),
     "factored": ("stacks", FACTORED, {"l.*.w": "owned", "**": "whole"}, {"**": "owned"}, None),
     "one shape in many ways": ("stacks", MUON, MANY, {"l.1": "split", "**": "whole"}, {"**": "owned"}),
@@ -72,21 +72,20 @@ def on_one_device(tx):
     return params, average
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, ["owned", "factored"]))
 def test_training_goes_on_over_other_devices(name, tmp_path):
     form, tx, *rules = CASES[name]
     path = tmp_path / "run.safetensors"
     with enable_x64(True):
         layout = tp.layout(model_of(), freeze="f")
         rule = optim.per_leaf(tx) if tx in (MUON, FACTORED) else tx
-        for k, (devices, its) in enumerate(zip((8, 4, 2, 1), (rules[0], *rules), strict=True)):
+        for k, (devices, its) in enumerate(zip((8, 4, 1), rules, strict=True)):
             plan = sharding.plan(layout, mesh_of(devices, (AUTO, EXPLICIT)[k % 2]), its, form=form)
             init, step = sharding.make_step(loss, rule, plan, average=0.9)
             params, state = init(model_of())
             if k:
                 params, state = step.from_file(*saving.load(path, step.to_file(params, state)))
-            for batch in BATCHES[2 * k : 2 * k + 2]:
-                params, state, _ = step(params, state, *batch)
+            params, state, _ = step(params, state, *BATCHES[k])
             saving.save(path, step.to_file(params, state))
         model, averaged = plan.model(params, state), plan.model(state.average.average, state)
         for found, want in zip((model, averaged), on_one_device(tx), strict=True):

@@ -131,16 +131,16 @@ MATRICES = {"**": "owned"}
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 RULES = {
     "adam": (ADAM, tuple(WAYS)),
-    "momentum": (optax.sgd(0.01, momentum=0.9), ("tree", "vector")),
+    "momentum": (optax.sgd(0.01, momentum=0.9), ("vector, explicit", "tree")),
     "every second step": (
         optax.MultiSteps(optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, 9)), 2),
         ("stacks, owned", "tree, some whole"),
     ),
     "if finite": (optax.apply_if_finite(optax.adam(1e-2), 3), ("vector", "stacks, one shape in many ways")),
-    "prodigy": (optax.contrib.prodigy(1.0), ("vector", "stacks")),
-    "muon": (optax.contrib.muon(1e-2), ("tree", "stacks, owned", "stacks, one shape in many ways", "replicas")),
-    "adafactor": (optax.adafactor(1e-2, min_dim_size_to_factor=4), ("stacks, owned", "stacks", "stacks, owned by two")),
-    "lamb": (optax.lamb(1e-2), ("stacks, owned", "tree, some whole")),
+    "prodigy": (optax.contrib.prodigy(1.0), ("stacks", "vector")),
+    "muon": (optax.contrib.muon(1e-2), ("stacks, one shape in many ways", "tree", "stacks, owned", "replicas")),
+    "adafactor": (optax.adafactor(1e-2, min_dim_size_to_factor=4), ("stacks, owned by two", "stacks", "stacks, owned")),
+    "lamb": (optax.lamb(1e-2), ("tree, some whole", "stacks, owned")),
 }
 OF_LEAVES = ("muon", "adafactor", "lamb")
 
@@ -186,11 +186,18 @@ def trained(loss, rule, way, **options):
     return values, plan.model(params, state, whole=True), plan
 
 
-USUAL = {"tree": LOSSES, "vector": (contrastive,), "stacks": (masked,), "stacks, owned": (dropout,)}
+USUAL = {  # each loss in one form, and each form with one loss
+    "tree": mean,
+    "tree, some whole": masked,
+    "tree, two axes": summed,
+    "vector": contrastive,
+    "stacks": of_classes,
+    "stacks, owned": dropout,
+    "stacks, one shape in many ways": of_statistics,
+    "replicas": of_statistics,
+}
 CASES = [
-    pytest.param(
-        loss, way, marks=() if loss in USUAL.get(way, (of_statistics,)) else LONG, id=f"{loss.__name__}, {way}"
-    )
+    pytest.param(loss, way, marks=() if loss == USUAL.get(way) else LONG, id=f"{loss.__name__}, {way}")
     for loss in LOSSES
     for way in WAYS
 ]
@@ -214,7 +221,12 @@ def test_any_loss_in_any_form(loss, way):
 
 
 @pytest.mark.parametrize(
-    ("rule", "way"), [(rule, way) for rule, (_, ways) in RULES.items() for way in ways if rule != "adam"]
+    ("rule", "way"),
+    [
+        pytest.param(rule, way, marks=LONG if number else ())
+        for rule, (_, ways) in RULES.items()
+        for number, way in enumerate(ways if rule != "adam" else ())
+    ],
 )
 def test_any_rule_of_optax(rule, way):
     with enable_x64(True):
@@ -223,33 +235,28 @@ def test_any_rule_of_optax(rule, way):
         assert_equal(found, on_one_device(mean, rule, WAYS[way].form, 1), plan.layout, loose)
 
 
-@pytest.mark.parametrize(
-    ("loss", "way"), [(contrastive, "tree"), (masked, "stacks, owned by two"), (dropout, "vector")]
-)
+@pytest.mark.parametrize(("loss", "way"), [(contrastive, "tree"), (masked, "stacks, owned by two")])
 def test_pieces_are_those_of_one_device(loss, way):
     """A loss that is no mean over examples is another one in pieces: the same on any number of devices."""
     if loss is masked:
         assert not np.any(np.sum(MASK[::2]) == 0)
     with enable_x64(True):
         *found, plan = trained(loss, "adam", way, microbatches=2)
-        if loss is not dropout:  # the key is one for all pieces
-            assert_equal(found, on_one_device(loss, "adam", WAYS[way].form, 2), plan.layout)
-        assert np.all(np.isfinite(found[0]))
+        assert_equal(found, on_one_device(loss, "adam", WAYS[way].form, 2), plan.layout)
 
 
 def test_a_loss_is_traced_once():
     seen = []
     loss = lambda *args: seen.append(0) or mean(*args)
     with enable_x64(True):
-        for pieces in (1, 2):
-            trained(loss, "adam", "tree", microbatches=pieces)
-    assert len(seen) == 2
+        trained(loss, "momentum", "tree", microbatches=2)
+    assert len(seen) == 1
 
 
 # -- Beside the value --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("pieces", [pytest.param(1, marks=LONG), 2])
 def test_results_beside_the_loss_are_as_it_returns_them(pieces):
     x, mask, model = X.astype("f"), MASK.astype("f"), {"w": jnp.ones((8, 4))}
     of = lambda model, x, mask: (jnp.mean(x @ model["w"]), {"rows": x @ model["w"], "pair": (jnp.sum(mask), 2.0)})
@@ -280,7 +287,7 @@ def normed(model, state, x, mask):
     return jnp.mean((y - x[:, :4]) ** 2 * mask), state
 
 
-@pytest.mark.parametrize(("pieces", "mesh"), [(1, AUTO), (2, EXPLICIT)])
+@pytest.mark.parametrize(("pieces", "mesh"), [pytest.param(1, AUTO, marks=LONG), (2, EXPLICIT)])
 def test_the_state_of_a_model_is_that_of_one_device(pieces, mesh):
     """Statistics are of all examples of a piece, over all devices; pieces pass them on in order."""
     model, running = eqx.nn.make_with_state(Normed)(jax.random.key(0))

@@ -121,36 +121,26 @@ def test_the_state_of_rules_of_parts():
     factored = state.states["float32[4,4]"][0]
     assert factored.v_row == factored.v_col == factored.count == ("data",)
     assert state.states["float32[16,4]"][0].v_row == ()
-    # Of one model, some of it split within rows.
+    # Of one model, some of it split within rows: factors are small, and whole.
     state = specs_of(plan_of(GROUPS, form="stacks").state(per_leaf))
     assert state.states["float32[4,4]"][0].v_row == ("data",)
     of_split = state.states["float32[16,4]"][0]
-    assert (of_split.v_row, of_split.v_col) in [((None, "data"), ()), ((), (None, "data"))]
+    assert of_split.v_row == of_split.v_col == ()
     groups = optim.groups({"layers.**": optax.adam(1e-3), "**": optax.sgd(0.1, 0.9)})
     state = plan_of(RULES).state(groups).inner_states
     assert specs_of(state["layers.**"].inner_state[0].mu["layers"]) == [{"b": (), "w": ("data",)}] * 4
     assert specs_of(state["**"].inner_state[0].trace["embed"]) == ("data",)
 
 
-def _pairs(params):
-    """As Shampoo keeps it: for each axis a matrix over all pairs along it."""
-    return {"pairs": jax.tree.map(lambda leaf: [jnp.zeros((size, size)) for size in leaf.shape], params)}
-
-
 def test_arrays_of_other_shapes_than_their_parameters():
+    """After further axes they lie as the parameter does; in stacks rows are divided; all others are whole."""
     sm3 = specs_of(plan_of({"embed": P(None, "data"), **RULES}).state(optax.sm3(0.1)))[0]
-    assert (sm3.mu["embed"], sm3.nu["embed"]) == ([(), ("data",)], (None, "data"))
-    assert sm3.mu["layers"] == [{"b": [()], "w": [("data",), ()]}] * 4
-    tx = optax.GradientTransformation(_pairs, lambda updates, state, params=None: (updates, state))
-    pairs = specs_of(plan_of({"embed": P(None, "data"), **RULES}).state(tx))["pairs"]
-    # One of a square, in which no axis of the mesh can stand twice, lies as a parameter of that shape does.
-    assert pairs["embed"] == [(), ("data",)]
-    assert pairs["layers"] == [{"b": [()], "w": [("data",), ("data",)]}] * 4
-    # In stacks the rows follow one another along the first axis.
-    rule = optim.per_leaf(optax.sm3(0.1))
-    stacks = specs_of(plan_of({"layers.*.w": P("data"), "embed": "split", "**": "whole"}, form="stacks").state(rule))
-    accumulators = stacks.states["float32[4,4]"][0].mu
-    assert accumulators == [(None, "data"), ()]
+    assert (sm3.mu["embed"], sm3.nu["embed"]) == ([(), ()], (None, "data"))
+    memory = specs_of(plan_of({"embed": P(None, "data"), **RULES}).state(optax.scale_by_lbfgs(2)))
+    assert memory.diff_params_memory["embed"] == (None, None, "data")
+    rows = {"layers.*.w": "owned", "embed": "split", "**": "whole"}
+    stacks = specs_of(plan_of(rows, form="stacks").state(optim.per_leaf(optax.sm3(0.1))))
+    assert stacks.states["float32[4,4]"][0].mu == [("data",), ("data",)]
 
 
 def test_a_state_that_is_not_kept_leaf_by_leaf():

@@ -90,7 +90,7 @@ jax.tree_util.register_pytree_node(
 
 X, Y = np.random.default_rng(1).normal(size=(2, 16, 3, 8))
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.3, momentum=0.9))
-STEPS = 3
+STEPS = 2
 
 
 @functools.cache
@@ -112,17 +112,15 @@ def on_one_device(backwards=False):
 
 
 SMALL = {"layers.*.b": "whole", "tail.*.c": "whole"}
-OWNED, SPLIT, WHOLE = {**SMALL, "**": "owned"}, {**SMALL, "**": "split"}, {"**": "whole"}
+OWNED, SPLIT = {**SMALL, "**": "owned"}, {**SMALL, "**": "split"}
 BY_SPEC = {"layers.*.query": P(None, "data"), "layers.*.out": "whole", **SMALL, "layers": "split", "**": P("data")}
 REPLICAS = {"axis": "fsdp", "batch_axis": ("replica", "fsdp")}
 TENSORS = {"layers.*.[qk]*": P("data", "model"), "layers.*.scale": "whole", **SMALL, "**": P(None, "model")}
 CASES = {  # rules, mesh, axes, options of the scan
     "owned, explicit": (OWNED, mesh_of(4, EXPLICIT), {}, {"unroll": 2}),
     "owned, 1 device": (OWNED, mesh_of(1), {}, {}),
-    "owned, in pieces": (OWNED, mesh_of(2), {}, {}),
     "owned, lent": (OWNED, mesh_of(8), {}, {}),
     "split, in pieces, reverse": (SPLIT, mesh_of(4), {}, {"reverse": True}),
-    "whole": (WHOLE, mesh_of(4), {}, {}),
     "owned, two axes": (OWNED, two_axes(("replica", "fsdp")), REPLICAS, {}),
     "many rules": (BY_SPEC, mesh_of(4), {}, {}),
     "tensors": (TENSORS, two_axes(("data", "model")), {"axis": "data"}, {}),
@@ -130,7 +128,7 @@ CASES = {  # rules, mesh, axes, options of the scan
 
 
 # What these say, those of more devices, of pieces, and of many rules say too.
-LONG_CASES = ("owned, 1 device", "whole", "owned, explicit")
+LONG_CASES = ("owned, 1 device", "owned, explicit", "owned, two axes")
 
 
 @pytest.mark.parametrize("name", some(CASES, LONG_CASES))
@@ -177,7 +175,6 @@ def test_rules_for_matrices_beside_a_scan():
             plan = sharding.plan(layout_of(model), mesh, OWNED, form="stacks")
             init, step = sharding.make_step(of_form, groups, plan, loss_takes="form")
             params, state = init(model)
-            for _ in range(2):
-                params, state, value = step(params, state, X, Y)
+            params, state, value = step(params, state, X, Y)
             found.append((value, jax.device_get(params)))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-7, 1e-8), *found)

@@ -24,14 +24,13 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.experimental import jet, layout
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._tree.types import is_complex, widened
-from .mesh import alike, broadcast_as, first_axis_whole, laid_as, leading_axis, replicated, varying_alike
+from .mesh import alike, broadcast_as, first_axis_whole, laid_as, replicated, varying_alike
 
 _Shapes = tuple[tuple[int, ...], ...]
 
@@ -226,13 +225,10 @@ def _batch_join(
 ) -> tuple[jax.Array, int]:
     # A batch axis comes before the one that is cut, and all pieces must have it. A piece that is the same for the whole
     # batch is repeated, and lies over the devices of a mesh as the others do.
-    stacks = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
-    mapped = [stack for stack, axis in zip(stacks, axes, strict=True) if axis is not None]
-    size = mapped[0].shape[0]
-    along = next(filter(None, map(leading_axis, mapped)), None)
-    for i, axis in enumerate(axes):
-        if axis is None:
-            stacks[i] = broadcast_as(stacks[i], size, along)
+    mapped = [jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True) if axis is not None]
+    given, size = iter(mapped), mapped[0].shape[0]
+    pairs = zip(arrays, axes, strict=True)
+    stacks = [broadcast_as(array, size, mapped) if axis is None else next(given) for array, axis in pairs]
     return join(stacks, shapes, length, rank), 0
 
 
@@ -403,7 +399,58 @@ def _real(number: Any, dtype: DTypeLike) -> Any:
     return number.astype(dtype) if isinstance(number, jax.Array) else np.asarray(number, dtype)
 
 
-def cut_spans(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:
+def cut_columns(
+    array: jax.Array, rank: int, columns: Sequence[tuple[Sequence[int], tuple[int, ...]]]
+) -> list[jax.Array]:
+    """Cuts pieces of one shape out of the axis before the last `rank` ones, as one array with a leading axis over them.
+
+    A column says where its pieces begin, and their shape. All columns have equally many pieces.
+    """
+    # A net of three equal layers, each with a bias (b) and a weight (w), lies in a vector like this:
+    #
+    #     e e e | b b w w w w | b b w w w w | b b w w w w | h h h
+    #     first --^   step = 6
+    #
+    # The three layers are one array of shape (3, 6), and their weights the columns 2 to 6 of it. That holds if each
+    # piece of node n begins at `first + offset + n * step`, with one offset for each column, and if no piece reaches
+    # into the next node. Pieces of other nodes may lie between: they are gaps, and cut out with the rest.
+    axis = array.ndim - 1 - rank
+    row = array.shape[axis + 1 :]  # inside of a `shard_map` each device has its share of a row
+    shapes = [(*shape[: len(shape) - rank], *row) for _, shape in columns]
+    sizes = np.array([math.prod(shape[: len(shape) - rank]) for shape in shapes], int)
+    starts = np.array([begin for begin, _ in columns], int)
+    nodes = starts.shape[1]
+    first = starts[:, 0].min()
+    step = starts[:, 1].min() - first if nodes > 1 else (starts[:, 0] + sizes).max() - first
+    # Behind the last node there may be nothing left, so that its piece would end behind the array: then all pieces
+    # begin earlier.
+    first = min(first, array.shape[axis] - nodes * step)
+    offsets = starts[:, 0] - first
+    order = np.lexsort((sizes, offsets))
+    reach = (offsets + sizes)[order] <= np.append(offsets[order][1:], step)
+    if first >= 0 and reach.all() and (starts == starts[:, :1] + step * np.arange(nodes)).all():
+        (rows,) = _cut_spans(array, rank, [(int(first), int(nodes * step), (nodes, int(step), *row))])
+        pieces = _cut_spans(rows, rank, [(int(offsets[j]), int(sizes[j]), shapes[j]) for j in order])
+        found = dict(zip(order.tolist(), pieces, strict=True))
+        return [jnp.moveaxis(found[j], axis, 0) for j in range(len(columns))]
+    stacks = []
+    for begin, size, shape in zip(starts.tolist(), sizes.tolist(), shapes, strict=True):
+        spans = sorted({(start, size, shape) for start in begin})
+        pieces = dict(zip([start for start, *_ in spans], _cut_spans(array, rank, spans), strict=True))
+        stacks.append(jnp.moveaxis(stacked([pieces[start] for start in begin], len(shape)), axis, 0))
+    return stacks
+
+
+def stacked(arrays: Sequence[jax.Array], rank: int | None = None) -> jax.Array:
+    """Stacks arrays of one shape, before their last `rank` axes; `None` means before all of them."""
+    shape = arrays[0].shape
+    shape = shape if rank is None else shape[len(shape) - rank :]
+    if jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
+        return jnp.stack(arrays, arrays[0].ndim - len(shape))
+    return join(alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
+
+
+def _cut_spans(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:
     """Cuts arrays at ascending `(start, size, shape)` out of the axis before the last `rank` ones, and no gaps."""
     axis = array.ndim - 1 - rank
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -419,95 +466,3 @@ def _with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int
         shapes += [(start - at, *row), shape]
         at = start + size
     return (*shapes, (length - at, *row))
-
-
-# -- Outside of a trace ------------------------------------------------------------------------------------------------
-# All blocks are joined, and cut, as one program: a call per leaf would take 20 times as long. But many rows are joined
-# and cut some at a time. A program with a thousand operands takes seconds to compile, and is needed once; one for 64
-# rows serves all. Not so large rows, which would be held twice meanwhile.
-
-_AT_ONCE = 64
-_LARGE = 2**20  # bytes
-
-
-def join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> list[Any]:
-    """Joins each block from one array for each of its slots."""
-    joined = [i for i, block in enumerate(blocks) if block.length is not None]
-    found = [own[0] if block.length is None else None for block, own in zip(blocks, arrays, strict=True)]
-    some = tuple([blocks[i] for i in joined]), [arrays[i] for i in joined]
-    made = list(map(_join_rows, *some)) if _is_some_at_a_time(*some) else _join_all(*some)
-    for i, whole in zip(joined, made, strict=True):
-        found[i] = whole
-    return found
-
-
-def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]]:
-    """Cuts each block into its arrays, each in its dtype; a single array that has its dtype already is not copied."""
-    joined = [i for i, block in enumerate(blocks) if block.length is not None]
-    found = [[_as_it_is(block, leaf)] for block, leaf in zip(blocks, leaves, strict=True)]
-    if joined:
-        some = tuple([blocks[i] for i in joined]), [leaves[i] for i in joined]
-        is_some_at_a_time = _is_some_at_a_time(some[0], [[leaf] for leaf in some[1]])
-        made = list(map(_cut_rows, *some)) if is_some_at_a_time else _cut_all(*some)
-        for i, arrays in zip(joined, made, strict=True):
-            found[i] = arrays
-    return found
-
-
-def _as_it_is(block: Block, leaf: ArrayLike) -> Any:
-    # A single array is not copied, nor sent through a program, where it is right already: a canonical tree has nothing
-    # but these. What belongs to a joined block is only a place holder here.
-    is_right = isinstance(leaf, jax.Array) and leaf.dtype == block.dtype
-    return leaf if is_right or block.length is not None else cast(jnp.asarray(leaf), block.dtype)
-
-
-def _is_some_at_a_time(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> bool:
-    count = sum(len(block.shapes) for block in blocks)
-    return (
-        count > _AT_ONCE
-        and any(block.has_rows for block in blocks)
-        and not any(isinstance(each, Tracer) for own in arrays for each in own)
-    )
-
-
-# Inside of a trace, inlining leaves no trace of these.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _join_all(blocks: tuple[Block, ...], arrays: Sequence[Sequence[Any]]) -> list[Any]:
-    return list(map(Block.join, blocks, arrays))
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _cut_all(blocks: tuple[Block, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
-    return list(map(Block.cut, blocks, leaves))
-
-
-def _join_rows(block: Block, rows: Sequence[Any]) -> jax.Array:
-    is_large = math.prod(block.shapes[0]) * jnp.dtype(block.dtype).itemsize > _LARGE
-    if is_large or not block.has_rows:
-        return _join_block(block, rows)
-    batches = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
-    stacks = [_join_block(_some_rows(block, len(batch)), batch) for batch in batches]
-    # The small stacks are then joined in their turn: to a block each is an array of several rows.
-    shapes = tuple(stack.shape for stack in stacks)
-    return stacks[0] if len(stacks) == 1 else _join_block(dataclasses.replace(block, shapes=shapes), stacks)
-
-
-def _cut_rows(block: Block, leaf: ArrayLike) -> list[jax.Array]:
-    if not block.has_rows:
-        return _cut_all((block,), [leaf])[0]
-    leaf, found = block.gathered(leaf), []
-    for start in range(0, len(block.shapes), _AT_ONCE):
-        count = min(_AT_ONCE, len(block.shapes) - start)
-        # The start is an operand, so that the slices for all starts are one program.
-        rows = _slice(leaf, np.uint32(start), count)
-        found += _cut_all((_some_rows(block, count),), [rows])[0]
-    return found
-
-
-_join_block = jax.jit(Block.join, static_argnums=0)
-_slice = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
-
-
-@functools.lru_cache
-def _some_rows(block: Block, count: int) -> Block:
-    return dataclasses.replace(block, shapes=block.shapes[:count], dtypes=block.dtypes[:count], length=count)

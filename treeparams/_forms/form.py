@@ -9,6 +9,7 @@ that those have captured. A form itself is held by the index of its layout.
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .._slots.index import Slot, first_entries
 from .._slots.layout import Layout, index_of
@@ -27,7 +28,7 @@ from .._tree.paths import key_entries, key_text, nearest
 from .._tree.structure import same_treedef, take
 from .._tree.text import count_of, describe, first_few, quoted
 from .._tree.types import PyTree, TreeDef, common_dtype, is_complex, is_inexact
-from .block import Block, cut_blocks, join_blocks
+from .block import Block, cast
 from .mesh import is_sharded, split
 
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
@@ -114,7 +115,7 @@ class Form:
         if self._is_apart:
             return jtu.tree_unflatten(self.treedef, arrays)
         of_each = [[arrays[slot] for slot in slots] for slots in self.members]
-        return jtu.tree_unflatten(self.treedef, join_blocks(self.blocks, of_each))
+        return jtu.tree_unflatten(self.treedef, _join_blocks(self.blocks, of_each))
 
     def holding(self, arrays: Sequence[Any]) -> PyTree:
         """Makes the form from one array per slot, each block in the widest dtype of its arrays."""
@@ -168,11 +169,14 @@ class Form:
 
     def _at_blocks(self, tree: PyTree) -> list[Any]:
         """Returns the leaf of a tree at the keys of each block, or `None`."""
-        found = dict(jtu.tree_flatten_with_path(tree)[0])
-        unknown = found.keys() - set(self.keys)
-        if unknown:
-            raise ValueError(f"expected {self.noun} like the parameters, got an entry at {jtu.keystr(unknown.pop())}")
-        return [found.get(keys) for keys in self.keys]
+        found = {tuple(map(key_text, path)): leaf for path, leaf in jtu.tree_flatten_with_path(tree)[0]}
+        if () in found:
+            raise TypeError(f"expected {self.noun}, a dictionary, got {describe(tree)}")
+        known = [tuple(map(key_text, keys)) for keys in self.keys]
+        for keys in [keys for keys in found if keys not in known]:
+            close = nearest(keys[-1], [each[-1] for each in known])
+            raise ValueError(f"expected {self.noun}, got one too many, {_quote(keys)}{close}")
+        return [found.get(keys) for keys in known]
 
     def shapes(self) -> PyTree:
         """Returns the form as `jax.ShapeDtypeStruct`s."""
@@ -205,58 +209,33 @@ class Form:
         leaves, treedef = jtu.tree_flatten(tree)
         if treedef == self.treedef and self._are_right(leaves):
             return leaves
-        if self.is_bare:
-            self._check_leaf(0, tree)
-            return [tree]
-        expected = f"expected {self.noun}"
-        entries = jtu.tree_flatten_with_path(tree)[0]
-        if not isinstance(tree, Mapping) or any(not path for path, _ in entries):
-            raise TypeError(f"{expected}, a dictionary, got {describe(tree)}")
-        given = {tuple([key_text(key) for key in path]): leaf for path, leaf in entries}
-        known = [tuple([key_text(key) for key in keys]) for keys in self.keys]
-        if any(not isinstance(getattr(key, "key", None), str) for path, _ in entries for key in path):
-            raise TypeError(
-                f"{expected}, {{key: array}}, got another tree; write stacks, restructure = tp.stack(model)"
-            )
-        for keys in [keys for keys in given if keys not in known]:
-            close = nearest(str(keys[-1]), [each[-1] for each in known])
-            raise ValueError(f"{expected}, got one too many, {_quote(keys)}{close}")
-        for i, keys in enumerate(known):
-            if keys not in given:
-                raise ValueError(f"{self._in_words(i)} but there is no such stack")
-            self._check_leaf(i, given[keys])
-        return [given[keys] for keys in known]
+        leaves = [tree] if self.is_bare else self._at_blocks(tree)
+        for i, leaf in enumerate(leaves):
+            if leaf is None:
+                raise ValueError(f"{self._in_words(i)}, but there is no such array")
+            self._check_leaf(i, leaf)
+        return leaves
 
     def _in_words(self, i: int) -> str:
         """Returns the beginning of an error: the array that a block should be."""
-        block = self.blocks[i]
-        if self.is_bare:
-            return f"expected {self.noun} of shape {block.shape} and floating dtype,"
-        names = [self.paths[slot] for slot in self.members[i]]
-        if block.length is None:
-            return f"expected {describe(jax.ShapeDtypeStruct(block.shape, block.dtype))} at {names[0]!r},"
-        keys = tuple([key_text(key) for key in self.keys[i]])
-        return f"expected {self.noun} with rows of {quoted(names)} in {_quote(keys)},"
+        block, names = self.blocks[i], quoted([self.paths[slot] for slot in self.members[i]])
+        where = f" in {_quote(tuple(map(key_text, self.keys[i])))}" if block.has_rows else ""
+        holds = "" if self.is_bare else f" for {names}{where}"
+        return f"expected {self.noun} of shape {block.shape} and floating dtype{holds}"
 
     def _check_leaf(self, i: int, leaf: Any) -> None:
-        block = self.blocks[i]
+        block, array = self.blocks[i], "vector" if self.is_bare else "array"
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(f"{self._in_words(i)} got {describe(leaf)}")
+            raise TypeError(f"{self._in_words(i)}, got {describe(leaf)}")
         shape, rank = tuple(leaf.shape), len(block.shape)
         if shape != block.shape:
             is_mapped = len(shape) > rank and (self.is_bare or shape[-rank:] == block.shape)
-            several = "a stack of vectors" if self.is_bare else "several of them"
-            hint = f"; map over {several} with jax.vmap" if is_mapped else ""
-            wanted = f"for {len(self.paths)} slots," if self.is_bare else f"of shape {block.shape} in all;"
-            raise ValueError(f"{self._in_words(i)} {wanted} got shape {shape}{hint}")
+            hint = f"; map over a stack of {array}s with jax.vmap" if is_mapped else ""
+            raise ValueError(f"{self._in_words(i)}, got shape {shape}{hint}")
         if not is_inexact(leaf.dtype):
-            hint = f"; convert it with vector.astype({block.dtype})" if self.is_bare else ""
-            raise TypeError(f"{self._in_words(i)} in {block.dtype} or another floating dtype; got {leaf.dtype}{hint}")
+            raise TypeError(f"{self._in_words(i)}, got {leaf.dtype}; convert it with {array}.astype({block.dtype})")
         if is_complex(leaf.dtype) and not any(map(is_complex, block.dtypes)):
-            raise TypeError(
-                f"{self._in_words(i)} in {block.dtype} or another floating dtype; got {leaf.dtype}, and no parameter "
-                f"is complex; pass {'vector.real' if self.is_bare else 'its real part'}"
-            )
+            raise TypeError(f"{self._in_words(i)}, got {leaf.dtype}, and no parameter is complex; pass {array}.real")
 
 
 def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
@@ -270,6 +249,75 @@ def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
 
 def _quote(keys: Sequence[Any]) -> str:
     return " of group ".join(map(repr, reversed(keys)))
+
+
+# -- Outside of a trace ------------------------------------------------------------------------------------------------
+# All blocks are joined, and cut, as one program: a call per leaf would take 20 times as long. But many rows are joined
+# and cut some at a time. A program with a thousand operands takes seconds to compile, and is needed once; one for 64
+# rows serves all. Not so large rows, which would be held twice meanwhile.
+
+_AT_ONCE = 64
+_LARGE = 2**20  # bytes
+
+
+def _join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> list[Any]:
+    """Joins each block from one array for each of its slots."""
+    is_some_at_a_time = any(map(_is_some_at_a_time, blocks, arrays))
+    return list(map(_join_rows, blocks, arrays)) if is_some_at_a_time else _join_all(tuple(blocks), arrays)
+
+
+def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]]:
+    """Cuts each block into its arrays, each in its dtype; a single array that has its dtype already is not copied."""
+    is_some_at_a_time = any(_is_some_at_a_time(block, [leaf]) for block, leaf in zip(blocks, leaves, strict=True))
+    if is_some_at_a_time or all(block.length is None for block in blocks):
+        return list(map(_cut_rows, blocks, leaves))
+    return _cut_all(tuple(blocks), leaves)
+
+
+def _is_some_at_a_time(block: Block, arrays: Sequence[Any]) -> bool:
+    return len(block.shapes) > _AT_ONCE and block.has_rows and not any(isinstance(each, Tracer) for each in arrays)
+
+
+# Inside of a trace, inlining leaves no trace of these.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _join_all(blocks: tuple[Block, ...], arrays: Sequence[Sequence[Any]]) -> list[Any]:
+    return list(map(Block.join, blocks, arrays))
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _cut_all(blocks: tuple[Block, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
+    return list(map(Block.cut, blocks, leaves))
+
+
+def _join_rows(block: Block, rows: Sequence[Any]) -> jax.Array:
+    is_large = math.prod(block.shapes[0]) * jnp.dtype(block.dtype).itemsize > _LARGE
+    if is_large or not _is_some_at_a_time(block, rows):
+        return _join_all((block,), [rows])[0]
+    batches = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
+    stacks = [_join_all((_some_rows(block, len(batch)),), [batch])[0] for batch in batches]
+    # The small stacks are then joined in their turn: to a block each is an array of several rows.
+    return _join_all((dataclasses.replace(block, shapes=tuple(stack.shape for stack in stacks)),), [stacks])[0]
+
+
+def _cut_rows(block: Block, leaf: ArrayLike) -> list[Any]:
+    if block.length is None:
+        is_right = isinstance(leaf, jax.Array) and leaf.dtype == block.dtype
+        return [leaf if is_right else cast(jnp.asarray(leaf), block.dtype)]
+    leaf, found = block.gathered(leaf), []
+    for start in range(0, len(block.shapes), _AT_ONCE) if block.has_rows else ():
+        count = min(_AT_ONCE, len(block.shapes) - start)
+        # The start is an operand, so that the slices for all starts are one program.
+        rows = _slice(leaf, np.uint32(start), count)
+        found += _cut_all((_some_rows(block, count),), [rows])[0]
+    return found or _cut_all((block,), [leaf])[0]
+
+
+_slice = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
+
+
+@functools.lru_cache
+def _some_rows(block: Block, count: int) -> Block:
+    return dataclasses.replace(block, shapes=block.shapes[:count], dtypes=block.dtypes[:count], length=count)
 
 
 # -- Makers of forms: each returns, for a layout, where its slots are stored in a tree of arrays -----------------------

@@ -10,9 +10,6 @@ from jax.typing import ArrayLike
 
 from .._tree.types import PyTree
 
-MeshAxes = str | tuple[str, ...] | None
-"""An entry of a `PartitionSpec`: the axes of a mesh over which one axis of an array is split."""
-
 
 def is_sharded(array: ArrayLike) -> bool:
     """Returns whether the type of an array says that it is split over a mesh."""
@@ -30,7 +27,7 @@ def replicated(array: jax.Array) -> jax.Array:
 
 def first_axis_whole(array: jax.Array) -> jax.Array:
     """Returns the array with its first axis whole on each device of its mesh, and the others split as they are."""
-    if not is_sharded(array) or leading_axis(array) is None:
+    if not is_sharded(array) or _leading_axis(array) is None:
         return array
     sharding = jax.typeof(array).sharding
     return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
@@ -58,8 +55,9 @@ def split(array: ArrayLike) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated else None
 
 
-def broadcast_as(array: jax.Array, size: int, axis: MeshAxes) -> jax.Array:
-    """Stacks `size` copies of the array, the leading axis split along an axis of the mesh (`None`: not split)."""
+def broadcast_as(array: jax.Array, size: int, like: Sequence[jax.Array] = ()) -> jax.Array:
+    """Stacks `size` copies of the array, the leading axis split over a mesh as that of the others is by type."""
+    axis = next(filter(None, map(_leading_axis, like)), None)
     if axis is None:
         return jax.lax.broadcast(array, (size,))
     sharding = jax.typeof(array).sharding
@@ -67,8 +65,8 @@ def broadcast_as(array: jax.Array, size: int, axis: MeshAxes) -> jax.Array:
     return jax.lax.broadcast(array, (size,), out_sharding=NamedSharding(sharding.mesh, spec))
 
 
-def leading_axis(array: jax.Array) -> MeshAxes:
-    """Returns the axis of the mesh along which the leading axis of an array is split by type, or `None`."""
+def _leading_axis(array: jax.Array) -> Any:
+    """Returns the axes of the mesh along which the leading axis of an array is split by type, or `None`."""
     return jax.typeof(array).sharding.spec[0]
 
 

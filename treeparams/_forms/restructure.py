@@ -4,13 +4,13 @@ Nodes of one kind, such as layers, become one with a leading axis; stored in seq
 """
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jaxtyping import Array, Inexact
 
 from .._slots.index import Index, summary_of
@@ -20,11 +20,12 @@ from .._slots.parts import Rest, index_in, kept_arrays, others, put_together, ta
 from .._slots.ties import Alias
 from .._slots.where import Where, name_of, nodes_in, subtreedefs
 from .._tree.static_keys import static_key
+from .._tree.structure import is_array
 from .._tree.text import as_text, quoted
-from .._tree.types import PyTree
-from .block import cast, cut, cut_spans, join
+from .._tree.types import PyTree, TreeDef
+from .block import cast, cut_columns, stacked
 from .form import NOTHING, Form, stacks_of_arrays
-from .mesh import alike, broadcast_as, is_sharded
+from .mesh import broadcast_as
 from .view import View
 
 # -- Nodes of one kind -------------------------------------------------------------------------------------------------
@@ -36,6 +37,10 @@ class _Location(NamedTuple):
     block: int | None  # which of the joined arrays it is cut from; none: it is one of the singles
     number: int
     alias: Alias | None = None  # by which it is computed from that
+
+
+_Column = tuple[_Location, ...]
+"""The places of one leaf of equal nodes, one for each node; or the one place that it has in all of them."""
 
 
 class _Unbuilt:
@@ -53,8 +58,31 @@ class _Unbuilt:
         frozen = {slots + i: (blocks + block, number) for i, (block, number) in held.locations.items()}
         self._locations = form.locations | frozen
 
-    def location(self, leaf: int) -> _Location:
-        """Returns the place of the value of a leaf of the model."""
+    def nodes(self, where: Where, *, is_part: bool = False) -> tuple[TreeDef, int, list[_Column]]:
+        """Returns the structure of the nodes that a `where` matches, their number, and the column of each leaf."""
+        structure = self.index.structure
+        spans = nodes_in(structure, where, are_alike=not is_part)
+        if is_part and len(spans) > 1:
+            paths = quoted([span.path for span in spans])
+            raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several use `repeated`")
+        columns: list[_Column] = []
+        for leaves in zip(*(range(span.start, span.stop) for span in spans), strict=True):
+            column = tuple(map(self._location, leaves))
+            if structure.is_array(leaves[0]):
+                kinds = {(at.block, at.number, at.alias and at.alias.transforms) for at in column}
+                columns.append(column[:1] if len(kinds) == 1 else column)
+                continue
+            columns.append(column[:1])
+            first, *keys = [static_key(self.singles[at.number], strict=True) for at in column]
+            for leaf, key in zip(leaves[1:], keys, strict=True):
+                if key != first:
+                    raise ValueError(
+                        f"{structure.paths[leaves[0]]!r} and {structure.paths[leaf]!r}, which are not arrays, differ; "
+                        "turn such numbers into arrays"
+                    )
+        return subtreedefs(structure)[spans[0].number], len(spans), columns
+
+    def _location(self, leaf: int) -> _Location:
         # The numbers of a model's leaves in one list: slots, then what is no slot, then what is computed from slots.
         slots, number = len(self.index.positions), self.index.gathers.order[leaf]
         if number >= slots + len(self.singles):
@@ -62,197 +90,55 @@ class _Unbuilt:
             return _Location(*self._locations[slot], alias)
         return _Location(*self._locations[number]) if number in self._locations else _Location(None, number - slots)
 
-    def single(self, number: int) -> Any:
-        """Returns the value of a leaf that is in no joined array."""
-        return self.singles[number]
+    def same(self, columns: Iterable[_Column]) -> dict[_Column, Any]:
+        """Returns the values of the columns of one place; tied leaves are one array."""
+        places = dict.fromkeys(column[0] for column in columns if len(column) == 1)
+        return {(at,): value for at, value in zip(places, self._one_by_one(list(places)), strict=True)}
 
-    def one_by_one(self, locations: Sequence[_Location]) -> list[Any]:
-        """Returns the values of leaves; tied leaves are one array."""
-        numbers: dict[int, set[int]] = {}
-        for location in locations:
-            if location.block is not None:
-                numbers.setdefault(location.block, set()).add(location.number)
-        picked = {block: self.pick(block, wanted) for block, wanted in numbers.items()}
-        values: dict[_Location, Any] = {}
-        for location in dict.fromkeys(locations):
-            if location.block is None:
-                values[location] = self.single(location.number)
-            else:
-                values[location] = self.value(location, picked[location.block][location.number])
-        return [values[location] for location in locations]
+    def _one_by_one(self, places: Sequence[_Location]) -> list[Any]:
+        wanted: dict[int, set[int]] = {}
+        for at in places:
+            if at.block is not None:
+                wanted.setdefault(at.block, set()).add(at.number)
+        pieces: dict[tuple[int, int], Any] = {}
+        for block, numbers in wanted.items():
+            found, _ = self.blocks[block].between(self.leaves[block], sorted(numbers))
+            pieces |= zip([(block, number) for number in sorted(numbers)], found[1::2], strict=False)
+        value = lambda at: self.singles[at.number] if at.block is None else self._value(at, pieces[at.block, at.number])
+        return list(map(value, places))
 
-    def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
-        """Cuts the arrays with these numbers out of a joined one at once."""
-        wanted = sorted(numbers)
-        pieces, _ = self.blocks[block].between(self.leaves[block], wanted)
-        return dict(zip(wanted, pieces[1::2], strict=False))
-
-    def value(self, location: _Location, array: jax.Array) -> Any:
-        """Returns the value at a location in a joined array, from the array (or several, stacked) that was cut out."""
-        block, number, alias = location
+    def _value(self, at: _Location, array: jax.Array) -> Any:
+        """Returns the value at a place in a joined array, from the array (or several, stacked) that was cut out."""
+        block, number, alias = at
         dtypes = () if block is None else self.blocks[block].dtypes
         array = cast(array, dtypes[number]) if dtypes else array
         return array if alias is None else alias.value_from(array, self.index.structure.spec(alias.source))
 
-    def along(self, columns: Sequence[Sequence[_Location]]) -> list[Any]:
-        """Returns the values of leaves that have one location in each of several nodes, with an axis over the nodes."""
-        if not columns:
-            return []
+    def along(self, columns: Iterable[_Column]) -> dict[_Column, Any]:
+        """Returns the values of the columns of several places, each with an axis over the nodes."""
         # Nodes that are equal to users may have their values from different arrays: the weight of one is trained and
-        # that of another frozen, or the alias of a transposed one. Such nodes are taken apart by kind, those of one
-        # kind at once, and the results are brought back into the order of the nodes.
-        of_kind: dict[Any, list[int]] = {}
-        for node, its in enumerate(zip(*columns, strict=True)):
-            of_kind.setdefault(tuple(map(self._kind, its)), []).append(node)
-        runs = [self._run([[column[node] for node in its] for column in columns]) for its in of_kind.values()]
-        if len(runs) == 1:
-            return runs[0]
-        order = np.argsort([node for its in of_kind.values() for node in its])
-        joined = [jnp.concatenate(alike(pieces)) for pieces in zip(*runs, strict=True)]
-        is_in_order = np.array_equal(order, np.arange(len(order)))
-        return joined if is_in_order else [_reordered(each, order) for each in joined]
-
-    def _kind(self, location: _Location) -> tuple[Any, ...]:
-        """Returns a key that is equal for leaves of several nodes that can be cut out and computed as one array."""
-        shape = None if location.block is None else self.blocks[location.block].shapes[location.number]
-        return location.block, shape, location.alias and location.alias.transforms
-
-    def _run(self, columns: Sequence[Sequence[_Location]]) -> list[Any]:
-        """Does the work of `along` for nodes in which each leaf has its value from the same joined array."""
-        found: dict[int, Any] = {}
-        of_block: dict[int, dict[tuple[int, ...], list[int]]] = {}
-        for j, column in enumerate(columns):
-            numbers = tuple([location.number for location in column])
-            if column[0].block is None:
-                found[j] = _stacked([jnp.asarray(self.single(number)) for number in numbers])
+        # that of another frozen, or the alias of a transposed one. These are taken one by one.
+        of_block: dict[int, dict[tuple[int, ...], list[_Column]]] = {}
+        apart: list[_Column] = []
+        for column in dict.fromkeys(each for each in columns if len(each) > 1):
+            block, numbers = column[0].block, tuple([at.number for at in column])
+            if block is None or len(set(map(self._kind, column))) > 1:
+                apart.append(column)
             else:
-                of_block.setdefault(column[0].block, {}).setdefault(numbers, []).append(j)
-        for block, its in of_block.items():
-            for array, users in zip(self.block(block, list(its)), its.values(), strict=True):
-                found |= {j: self.value(columns[j][0], array) for j in users}
-        return [found[j] for j in range(len(columns))]
+                of_block.setdefault(block, {}).setdefault(numbers, []).append(column)
+        found: dict[_Column, Any] = {}
+        for i, its in of_block.items():
+            block = self.blocks[i]
+            spans = [([block.starts[number] for number in numbers], block.shapes[numbers[0]]) for numbers in its]
+            for array, users in zip(cut_columns(self.leaves[i], block.rank, spans), its.values(), strict=True):
+                found |= {column: self._value(column[0], array) for column in users}
+        values = iter(self._one_by_one([at for column in apart for at in column]))
+        return found | {column: stacked([jnp.asarray(next(values)) for _ in column]) for column in apart}
 
-    def block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-        """Cuts the arrays with these numbers out of a joined one, those of each column as one array."""
-        found = self.rows(number, columns)
-        if found is not None:
-            rows, pieces = found
-            return pieces(rows)
-        picked = self.pick(number, {each for column in columns for each in column})
-        return [_stacked([picked[each] for each in column]) for column in columns]
-
-    def rows(self, number: int, columns: Sequence[tuple[int, ...]]) -> tuple[jax.Array, Any] | None:
-        """Does the work of `block` if the nodes follow one another; otherwise returns `None`.
-
-        Returns one array with a row per node, and a function that cuts it into arrays with an axis over the nodes.
-        """
-        # A net of three equal layers, each with a bias (b) and a weight (w), lies in a vector like this:
-        #
-        #     e e e | b b w w w w | b b w w w w | b b w w w w | h h h
-        #     first --^   step = 6
-        #
-        # The three layers are one array of shape (3, 6), and their weights the columns 2 to 6 of it. That holds if each
-        # leaf of node n begins at `first + offset + n * step`, with one offset for each leaf, and if no leaf reaches
-        # into the next node. Leaves of other nodes may lie between: they are gaps, and cut out with the rest.
-        block, nodes = self.blocks[number], len(columns[0])
-        starts = np.array([[block.starts[each] for each in column] for column in columns])
-        sizes = np.array([block.starts[column[0] + 1] - block.starts[column[0]] for column in columns])
-        first = int(starts[:, 0].min())
-        step = int(starts[:, 1].min()) - first if nodes > 1 else int((starts[:, 0] + sizes).max()) - first
-        # A step may be longer than the leaves of a node, if others lie between nodes. Behind the last node there may
-        # be nothing left, so that its piece would end behind the array: then all pieces begin earlier.
-        first = min(first, block.shape[0] - nodes * step)
-        offsets = starts[:, 0] - first
-        order = [int(j) for j in np.argsort(offsets)]
-        ends = [*offsets[order][1:], step]
-        is_regular = first >= 0 and all(offsets[j] + sizes[j] <= end for j, end in zip(order, ends, strict=True))
-        if not is_regular or not np.array_equal(starts, starts[:, :1] + step * np.arange(nodes)):
-            return None
-
-        def pieces(rows: jax.Array) -> list[jax.Array]:
-            # The rows may be shorter than those of the block: inside of a `shard_map`, each device has its share.
-            row = rows.shape[rows.ndim - block.rank :]
-            spans = [
-                (int(offsets[j]), int(sizes[j]), row if block.rank else block.shapes[columns[j][0]]) for j in order
-            ]
-            arrays = dict(zip(order, cut_spans(rows, block.rank, spans), strict=True))
-            return [arrays[j] for j in range(len(columns))]
-
-        leaf = self.leaves[number]
-        row = leaf.shape[1:]
-        return cut(leaf, ((first, *row), (nodes, step, *row)), block.rank)[1], pieces
-
-
-def _reordered(array: jax.Array, order: np.ndarray) -> jax.Array:
-    if is_sharded(array):  # JAX does not know where what is taken by indices lies
-        shape = array.shape[1:]
-        rows = cut(array, (shape,) * len(order), len(shape))
-        return _stacked([rows[i] for i in order])
-    return array.at[order].get(mode="promise_in_bounds", unique_indices=True)
-
-
-def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
-    shape = arrays[0].shape
-    if jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
-        return jnp.stack(arrays)
-    return join(alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
-
-
-def _part(source: _Unbuilt, where: Where) -> Any:
-    """Returns the one node, or leaf, that a `where` matches."""
-    structure = source.index.structure
-    spans = nodes_in(structure, where, are_alike=False)
-    if len(spans) > 1:
-        paths = quoted([span.path for span in spans])
-        raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several use `repeated`")
-    locations = [source.location(leaf) for leaf in range(spans[0].start, spans[0].stop)]
-    return jtu.tree_unflatten(subtreedefs(structure)[spans[0].number], source.one_by_one(locations))
-
-
-class _Alike(NamedTuple):
-    """Several nodes as one: the places of their leaves."""
-
-    treedef: Any
-    nodes: int  # how many
-    columns: list[tuple[_Location, ...]]  # of the arrays that have an axis over the nodes: a location in each
-    locations: list[_Location]  # of those that are the same in all
-    values: list[Any]  # what is no array
-    order: list[int]  # where each leaf is in all of these
-
-    def node(self, along: Sequence[Any], same: Sequence[Any]) -> Any:
-        """Returns the node with these arrays, one for each of `columns` and of `locations`."""
-        leaves = [*along, *same, *self.values]
-        return jtu.tree_unflatten(self.treedef, [leaves[i] for i in self.order])
-
-
-def _alike_nodes(source: _Unbuilt, where: Where) -> _Alike:
-    """Returns the nodes that a `where` matches, as one."""
-    structure = source.index.structure
-    spans = nodes_in(structure, where, are_alike=True)
-    values: dict[int, Any] = {}
-    same: dict[int, _Location] = {}
-    several: dict[int, tuple[_Location, ...]] = {}
-    for j, leaves in enumerate(zip(*(range(span.start, span.stop) for span in spans), strict=True)):
-        locations = tuple(map(source.location, leaves))
-        if not structure.is_array(leaves[0]):
-            values[j] = source.singles[locations[0].number]
-            for leaf, location in zip(leaves, locations, strict=True):
-                if static_key(source.singles[location.number], strict=True) != static_key(values[j], strict=True):
-                    paths = structure.paths[leaves[0]], structure.paths[leaf]
-                    raise ValueError(
-                        f"{paths[0]!r} and {paths[1]!r}, which are not arrays, differ; turn such numbers into arrays"
-                    )
-        elif len({(at.block, at.number, at.alias and at.alias.transforms) for at in locations}) == 1:
-            same[j] = locations[0]
-        else:
-            several[j] = locations
-    # Leaves that are tied within a node are one array.
-    columns, locations = list(dict.fromkeys(several.values())), list(dict.fromkeys(same.values()))
-    order = {j: columns.index(column) for j, column in several.items()}
-    order |= {j: len(columns) + locations.index(location) for j, location in same.items()}
-    order |= {j: len(columns) + len(locations) + i for i, j in enumerate(values)}
-    treedef = subtreedefs(structure)[spans[0].number]
-    return _Alike(treedef, len(spans), columns, locations, list(values.values()), [order[j] for j in range(len(order))])
+    def _kind(self, at: _Location) -> tuple[Any, ...]:
+        """Returns a key that is equal for leaves of several nodes that can be cut out and computed as one array."""
+        shape = None if at.block is None else self.blocks[at.block].shapes[at.number]
+        return at.block, shape, at.alias and at.alias.transforms
 
 
 # -- Restructure -------------------------------------------------------------------------------------------------------
@@ -271,12 +157,20 @@ class Restructure(Generic[M]):
     it. In its methods, *form* means either the vector or the stacks.
     """
 
-    def __init__(self, rest: Rest[M], form: Form, held: Form = NOTHING, stacks: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        rest: Rest[M],
+        form: Form,
+        held: Form = NOTHING,
+        stacks: Sequence[Any] = (),
+        gather: Callable[[Any], Any] | None = None,
+    ) -> None:
         """Used by this library; write `tp.ravel(model)` or `tp.stack(model)`."""
         self._rest = rest  # without the frozen arrays that are in stacks
         self._form = form
         self._held = held  # which frozen arrays are in which of the stacks
         self._stacks = stacks
+        self._gather = gather  # makes what is built whole on each device, from where it is asked for
 
     @property
     def layout(self) -> Layout:
@@ -306,7 +200,7 @@ class Restructure(Generic[M]):
             ValueError: an array has another shape; there is a stack too many, or one is missing.
             TypeError: the dtype is an integer one, or complex although every parameter is real.
         """
-        return put_together(released(self), self._form.cut(form))
+        return self._whole(put_together(released(self), self._form.cut(self._whole(form))))
 
     def ravel(self, model: PyTree) -> Any:
         """Collects the values of a model into the vector or the stacks; the inverse of calling.
@@ -370,7 +264,7 @@ class Restructure(Generic[M]):
             ValueError: see `restructure(form)`.
             TypeError: see `restructure(form)`.
         """
-        return View(self.layout, self._form, self._form.leaves(form))
+        return View(self.layout, self._form, self._form.leaves(self._whole(form)))
 
     def place(self, path: str) -> tuple[str | None, str, int]:
         """Returns where a parameter is stored in the stacks.
@@ -416,7 +310,9 @@ class Restructure(Generic[M]):
             ValueError: `where` matches nothing, or several nodes; see also `restructure(form)`.
             TypeError: see `restructure(form)`.
         """
-        return _part(self._source(form), where)
+        source = self._source(form)
+        treedef, _, columns = source.nodes(where, is_part=True)
+        return self._whole(treedef.unflatten(map(source.same(columns).get, columns)))
 
     def repeated(self, form: Resting, where: Where) -> Any:
         """Returns equal nodes, such as the layers of a net, as one node whose arrays have a leading axis over them.
@@ -449,9 +345,11 @@ class Restructure(Generic[M]):
             TypeError: see `restructure(form)`.
         """
         source = self._source(form)
-        found = _alike_nodes(source, where)
-        same = [broadcast_as(array, found.nodes, None) for array in source.one_by_one(found.locations)]
-        return found.node(source.along(found.columns), same)
+        treedef, count, columns = source.nodes(where)
+        values = source.along(columns)
+        for column, value in source.same(columns).items():
+            values[column] = broadcast_as(value, count) if is_array(value) else value
+        return self._whole(treedef.unflatten(map(values.get, columns)))
 
     def scan(
         self, step: Callable[..., tuple[C, Any]], carry: C, form: Resting, where: Where, xs: Any = None, **options: Any
@@ -487,16 +385,22 @@ class Restructure(Generic[M]):
             TypeError: see `restructure(form)`.
         """
         source = self._source(form)
-        found = _alike_nodes(source, where)
+        treedef, count, columns = source.nodes(where)
         # What is the same in all nodes is closed over: no copies of it, and its gradient is summed on the way.
-        same = source.one_by_one(found.locations)
-        further = () if xs is None else (xs,)
+        same, along = source.same(columns), source.along(columns)
 
         def body(carry: C, each: tuple[Any, ...]) -> tuple[C, Any]:
-            along, *further = each
-            return step(carry, found.node(along, same), *further)
+            arrays, *further = each
+            values = same | dict(zip(along, arrays, strict=True))
+            return turn(carry, treedef.unflatten(map(values.get, columns)), *further)
 
-        return jax.lax.scan(body, carry, (source.along(found.columns), *further), found.nodes, **options)
+        def gathered(carry: C, node: Any, *further: Any) -> tuple[C, Any]:
+            return step(carry, self._whole(node), *further)
+
+        # On the way back each node is gathered and computed again, so that only their inputs are kept.
+        turn = step if self._gather is None else eqx.filter_checkpoint(gathered, prevent_cse=False)
+        rows = [*along.values()], *([] if xs is None else [xs])
+        return jax.lax.scan(body, carry, rows, count, **options)
 
     def with_frozen(self, model: M) -> "Restructure[M]":
         """Returns a `Restructure` with the frozen leaves of another model.
@@ -512,6 +416,9 @@ class Restructure(Generic[M]):
         """
         return restructure_over(take_apart(model, self.layout).rest, self._form)
 
+    def _whole(self, tree: Any) -> Any:
+        return tree if self._gather is None else self._gather(tree)
+
     def _source(self, form: Resting) -> _Unbuilt:
         own = self._form
         return _Unbuilt(self._rest, [(own, own.leaves(form)), (self._held, self._stacks)])
@@ -525,23 +432,24 @@ class Restructure(Generic[M]):
 
 
 Restructure.__module__ = "treeparams"
-halves_of: Callable[[Restructure[Any]], Any] = operator.attrgetter("_rest", "_stacks", "_form", "_held")
-"""The `Rest` of the frozen arrays that are in no stack, the stacks of the others, the form, and that of the stacks."""
+halves_of: Callable[[Restructure[Any]], Any] = operator.attrgetter("_rest", "_form", "_held", "_stacks")
+"""The `Rest` of the frozen arrays that are in no stack, the form, that of the stacks of the others, and these."""
 
 
 def _children(restructure: Restructure[Any]) -> Any:
-    rest, stacks, *static = halves_of(restructure)
-    return (rest, stacks), tuple(static)
+    rest, form, held, stacks = halves_of(restructure)
+    return (rest, stacks), (form, held, operator.attrgetter("_gather")(restructure))
 
 
 def _children_with_keys(restructure: Restructure[Any]) -> Any:
-    rest, stacks, *static = halves_of(restructure)
-    return ((jtu.GetAttrKey("rest"), rest), (jtu.GetAttrKey("stacks"), stacks)), tuple(static)
+    (rest, stacks), static = _children(restructure)
+    return ((jtu.GetAttrKey("rest"), rest), (jtu.GetAttrKey("stacks"), stacks)), static
 
 
-def _unflatten(static: tuple[Form, Form], children: Iterable[Any]) -> Restructure[Any]:
+def _unflatten(static: tuple[Form, Form, Any], children: Iterable[Any]) -> Restructure[Any]:
     rest, stacks = children
-    return Restructure(rest, *static, stacks)
+    form, held, gather = static
+    return Restructure(rest, form, held, stacks, gather)
 
 
 jtu.register_pytree_with_keys(Restructure, _children_with_keys, _unflatten, _children)
@@ -549,7 +457,7 @@ jtu.register_pytree_with_keys(Restructure, _children_with_keys, _unflatten, _chi
 
 def released(restructure: Restructure[M]) -> Rest[M]:
     """Returns the `Rest` with each frozen array cut out of its stack."""
-    rest, stacks, _, held = halves_of(restructure)
+    rest, _, held, stacks = halves_of(restructure)
     if not held.blocks:
         return rest
     kept = list(kept_arrays(rest).values())
@@ -558,15 +466,9 @@ def released(restructure: Restructure[M]) -> Rest[M]:
     return with_kept_arrays(rest, kept)
 
 
-def with_forms(restructure: Restructure[M], form: Form, held: Form) -> Restructure[M]:
-    """Returns the same `Restructure` over other forms, whose arrays have other dtypes."""
-    rest, stacks, _, _ = halves_of(restructure)
-    return Restructure(rest, form, held, stacks)
-
-
 def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
     """Returns a `Restructure`'s index, its leaves that are not arrays, and the place of each slot in words."""
-    rest, _, form, _ = halves_of(restructure)
+    rest, form, _, _ = halves_of(restructure)
     index, singles = index_in(rest), others(rest)
     leaves = {
         i: singles[index.gathers.order[i] - len(index.positions)]

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +34,8 @@ from .._programs import (
     operation_name,
     programs,
 )
-from .block import cut_p, cut_spans
+from .._tree.static_keys import static_key
+from .block import cut, cut_columns, cut_p
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -158,12 +160,8 @@ class _Run(NamedTuple):
     rank: int  # the number of axes behind that axis, as in `cut`
 
 
-class _Column(NamedTuple):
-    """Pieces of one array, one for each part, at equal distances or at `starts`."""
-
-    first: _Run
-    step: int
-    starts: tuple[int, ...] = ()  # a dictionary has `layer_10` before `layer_2`
+_Column = tuple[_Run, ...]
+"""Pieces of one array that differ in their starts alone, one for each part."""
 
 
 def _strips_in(program: _Program) -> dict[_Var, _Run]:
@@ -260,7 +258,7 @@ class _EqualParts(NamedTuple):
         made = {var for equation in self.parts[0] for var in equation.outvars}
         shared = [var for its in self.body() for var in its if not isinstance(var, tuple)]
         shared = [var for var in _variables(shared) if var not in made]
-        return [*self.first.values(), *shared, *(column.first.root for column in self.columns.values())]
+        return [*self.first.values(), *shared, *(column[0].root for column in self.columns.values())]
 
 
 def _rolled(equations: list[_Equation], pieces: dict[_Var, _Run]) -> Iterator[_Equation | _EqualParts]:
@@ -350,12 +348,10 @@ def _hands_on(loop: _EqualParts, place: _Place, origin: _Place, first: _Var) -> 
 
 
 def _column_of(pieces: list[_Run]) -> _Column | None:
-    first, starts = pieces[0], tuple([piece.start for piece in pieces])
-    if len({*starts}) < len(starts) or any(piece != first._replace(start=piece.start) for piece in pieces):
-        return None
-    step = starts[1] - starts[0]
-    is_even = step >= first.size and {b - a for a, b in itertools.pairwise(starts)} == {step}
-    return _Column(first, step) if is_even else _Column(first, 0, starts)
+    starts = sorted({piece.start for piece in pieces})
+    are_apart = len(starts) == len(pieces) and min(map(operator.sub, starts[1:], starts)) >= pieces[0].size
+    are_alike = all(piece == pieces[0]._replace(start=piece.start) for piece in pieces)
+    return tuple(pieces) if are_apart and are_alike else None
 
 
 class _Kinds:
@@ -380,13 +376,8 @@ class _Kinds:
             params = {name: value for name, value in params.items() if isinstance(value, (bool, int, str))}
             name = operation_name(equation) if Kind.RULE in kind_of(equation) else repr(equation.params.get("_prim"))
             rule = name, self._rule(equation, orders - 1) if orders else None
-        return (
-            equation.primitive,
-            *types,
-            within,
-            rule,
-            tuple([(name, _key_of(params[name])) for name in sorted(params)]),
-        )
+        plain = {name: params[name] for name in sorted(params) if not _holds_a_program(params[name])}
+        return equation.primitive, *types, within, rule, static_key(plain, strict=True)
 
     def _type(self, var: _Var) -> Any:
         is_literal = isinstance(var, jex.Literal)
@@ -421,18 +412,10 @@ class _Kinds:
         return object()
 
 
-def _key_of(value: Any) -> Any:
-    """Returns a key that two equal parameters of equations share; nothing of programs, which are compared apart."""
-    if isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr)):
-        return None
+def _holds_a_program(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return tuple(map(_key_of, value))
-    if isinstance(value, np.ndarray):
-        return value.dtype, value.shape, value.tobytes()
-    with contextlib.suppress(TypeError):
-        hash(value)
-        return type(value), value
-    return id(value)
+        return any(map(_holds_a_program, value))
+    return isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr))
 
 
 # -- The program with scans in it --------------------------------------------------------------------------------------
@@ -497,8 +480,8 @@ class _Evaluation:
         self._values |= {_result(last, place): value for place, value in zip(loop.first, carry, strict=True)}
         for place, values in zip(kept, stacked, strict=True):
             its = {i: var for i, part in enumerate(loop.parts) if (var := _result(part, place)) in self._needed}
-            rows = cut_spans(values, values.ndim - 1, [(i, 1, values.shape[1:]) for i in its])
-            self._values |= zip(its.values(), rows, strict=True)
+            rows = [*values] if _is_key(values) else cut(values, (values.shape[1:],) * len(values), values.ndim - 1)
+            self._values |= {var: rows[i] for i, var in its.items()}
 
 
 def _result(part: Sequence[_Equation], place: _Place) -> _Var:
@@ -507,37 +490,21 @@ def _result(part: Sequence[_Equation], place: _Place) -> _Var:
 
 def _columns_cut(loop: _EqualParts, read: Callable[[_Var], Any]) -> dict[_Column, jax.Array]:
     """Returns an array for each column, with a leading axis over the parts."""
-    # Columns that fit into the same rows are cut out of their array at once, one row for each part: a cut's transpose
-    # is as large as the array. They are cut here and not in the body, which would save them for the way back.
-    found, parts = dict[_Column, jax.Array](), len(loop.parts)
-    left = sorted({*loop.columns.values()}, key=lambda each: each.first.start)
-    for each in [each for each in left if each.starts]:
-        array, piece = read(each.first.root), each.first
-        axis = array.ndim - 1 - piece.rank
-        rows = jnp.take(array, np.add.outer(each.starts, np.arange(piece.size)).ravel(), axis)
-        found[each] = jnp.moveaxis(rows.reshape(*array.shape[:axis], parts, *piece.shape), axis, 0)
-        left.remove(each)
-    while left:
-        (root, start, _, _, rank), step, _ = left[0]
-        some, end = list[_Column](), start
-        for each in left:
-            piece = each.first
-            is_alike = (piece.root, piece.rank, each.step) == (root, rank, step)
-            if is_alike and end <= piece.start and piece.start + piece.size <= start + step:
-                some.append(each)
-                end = piece.start + piece.size
-        left, array = [each for each in left if each not in some], read(root)
-        axis, rest = array.ndim - 1 - rank, array.shape[array.ndim - rank :]
-        missing = start + parts * step - array.shape[axis]
-        if missing > 0:  # the last row may end behind the array
-            array = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
-        (rows,) = cut_spans(array, rank, [(start, parts * step, (parts, step, *rest))])
-        columns = cut_spans(rows, rank, [(piece.start - start, piece.size, piece.shape) for piece, *_ in some])
-        found |= zip(some, [jnp.moveaxis(each, axis, 0) for each in columns], strict=True)
+    # They are cut here and not in the body, which would save them for the way back.
+    of_array: dict[tuple[_Var, int], list[_Column]] = {}
+    for column in dict.fromkeys(loop.columns.values()):
+        of_array.setdefault((column[0].root, column[0].rank), []).append(column)
+    found: dict[_Column, jax.Array] = {}
+    for (root, rank), columns in of_array.items():
+        spans = [([piece.start for piece in column], column[0].shape) for column in columns]
+        found |= zip(columns, cut_columns(read(root), rank, spans), strict=True)
     return found
+
+
+def _is_key(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def _strong(array: Any) -> Any:
     """Returns the array without a weak type: the first carry might have one and the next one not."""
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return array if is_key else jax.lax.convert_element_type(array, array.dtype)
+    return array if _is_key(array) else jax.lax.convert_element_type(array, array.dtype)

@@ -10,8 +10,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .._forms.block import Block, cut_blocks
-from .._forms.form import Form, stacks_of, tree_of, vector_of
+from .._forms.block import Block
+from .._forms.form import Form, cut_blocks, stacks_of, tree_of, vector_of
 from .._forms.states import Division, Owners
 from .._grad import value_and_grad
 from .._slots.layout import Layout, look_up, trained_at

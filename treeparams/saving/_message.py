@@ -259,7 +259,7 @@ def _layout_and_form(restructure: object) -> tuple[Layout, Form]:
             f"expected the restructure that tp.ravel or tp.stack returns with the vector or the stacks, got "
             f"{describe(restructure)}"
         )
-    return restructure.layout, halves_of(restructure)[2]
+    return restructure.layout, halves_of(restructure)[1]
 
 
 @with_object

@@ -23,11 +23,11 @@ from jax.typing import DTypeLike
 from .._forms.block import Block
 from .._forms.form import Form, tree_of
 from .._forms.mesh import automatic, lay, mesh_within
-from .._forms.restructure import Restructure, halves_of, with_forms
+from .._forms.restructure import Restructure, halves_of
 from .._slots.index import first_entries
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, put_together
-from .._slots.where import Where, name_of
+from .._slots.where import name_of
 from .._tree.structure import is_array
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree, common_dtype, is_complex, widened
@@ -71,11 +71,14 @@ class Compute:
     def rest(self, rest: Rest[Any] | Restructure[Any]) -> Any:
         """Casts the arrays of the rest of a model."""
         if isinstance(rest, Restructure):
-            single, _, _, held = halves_of(rest)
+            single, _, held, stacks = halves_of(rest)
             dtypes = [self.of_path.get(path) for path in kept_arrays(single)]
             held = _form_in(held, dtypes)
             alone = [dtype for i, dtype in enumerate(dtypes) if i not in held.locations]
-            rest, dtypes = with_forms(rest, self.form, held), [*alone, *(block.dtype for block in held.blocks)]
+            rest, dtypes = (
+                Restructure(single, self.form, held, stacks),
+                [*alone, *(block.dtype for block in held.blocks)],
+            )
         else:
             dtypes = [self.of_path.get(path) for path in kept_arrays(rest)]
         leaves, treedef = jtu.tree_flatten(rest)
@@ -303,10 +306,19 @@ class Loss:
     def _given(self, leaves: Sequence[Any], rest: Any) -> tuple[Any, ...]:
         """Returns the first arguments of the loss: the model, or the parameters in their form and the rest."""
         if self.is_lazy:
-            rest = _Gathered.of(rest, self.placement)
+            single, form, held, stacks = halves_of(rest)
+            rest = Restructure(single, form, held, stacks, self._gathered)
         if self.takes_form:
             return self.placement.tree(leaves), rest
         return (put_together(rest, self.compute.form.cut_leaves(leaves)),)
+
+    def _gathered(self, tree: PyTree) -> PyTree:
+        """Makes the arrays of a tree whole along the batch; along other axes they stay as rows of their shape rest."""
+        axes, placement = self.placement.axes, self.placement
+        pairs = zip(placement.form.blocks, placement.specs, strict=True)
+        specs = {block.shape[1:]: axes.gathered(PartitionSpec(*spec[1:])) for block, spec in pairs}
+        lay = lambda leaf: self._constrained(leaf, specs.get(leaf.shape, PartitionSpec()))
+        return jax.tree.map(lambda leaf: lay(leaf) if eqx.is_inexact_array(leaf) else leaf, tree)
 
     def _checked(self, result: Any, before: Any) -> Any:
         """Returns the value that the loss returned, and what it returned beside it."""
@@ -322,73 +334,6 @@ class Loss:
             return jnp.asarray(result), (aux, after)
         remedy = "Return (value, aux) and pass has_aux=True; or, of a sum and a weight, return the quotient"
         raise TypeError(f"the loss must return one real number, got {_result_in_words(result)}. {remedy}")
-
-
-class _Gathered(Restructure[Any]):
-    """A `Restructure` over split stacks within a loss: each node is whole from where the loss asks for it."""
-
-    placement: Placement
-
-    @classmethod
-    def of(cls, restructure: Restructure[Any], placement: Placement) -> "_Gathered":
-        """Makes one of the `Restructure` that the state of a step holds."""
-        rest, stacks, form, held = halves_of(restructure)
-        made = cls(rest, form, held, stacks)
-        made.placement = placement
-        return made
-
-    def __call__(self, form: Any) -> Any:
-        """Builds the model, whole."""
-        return self._whole(super().__call__(self._whole(form)))
-
-    def view(self, form: Any) -> Any:
-        """Returns a view by name of whole stacks."""
-        return super().view(self._whole(form))
-
-    def part(self, form: Any, where: Where) -> Any:
-        """Builds one node, whole."""
-        return self._whole(super().part(form, where))
-
-    def repeated(self, form: Any, where: Where) -> Any:
-        """Builds equal nodes as one, whole."""
-        return self._whole(super().repeated(form, where))
-
-    def scan(
-        self, step: Callable[..., Any], carry: Any, form: Any, where: Where, xs: PyTree = None, **options: Any
-    ) -> tuple[Any, Any]:
-        """Scans like `Restructure.scan`, and makes each layer whole when its turn comes.
-
-        In the backward pass each layer is gathered and computed again, so only the inputs of the layers are kept.
-        """
-
-        def turn(carry: Any, node: Any, *further: Any) -> Any:
-            return step(carry, self._whole(node), *further)
-
-        return super().scan(eqx.filter_checkpoint(turn, prevent_cse=False), carry, form, where, xs, **options)
-
-    def _whole(self, tree: PyTree) -> PyTree:
-        """Makes the arrays of a tree whole along the batch; along other axes they stay as rows of their shape rest."""
-        axes, placement = self.placement.axes, self.placement
-        mesh = mesh_within(axes.mesh)
-        specs = {
-            block.shape[1:]: axes.gathered(PartitionSpec(*spec[1:]))
-            for block, spec in zip(placement.form.blocks, placement.specs, strict=True)
-        }
-        to = lambda leaf: NamedSharding(mesh, specs.get(leaf.shape, PartitionSpec()))
-        lay = lambda leaf: jax.lax.with_sharding_constraint(leaf, to(leaf)) if eqx.is_inexact_array(leaf) else leaf
-        return jax.tree.map(lay, tree)
-
-
-def _gathered_children(gathered: _Gathered) -> Any:
-    rest, stacks, form, held = halves_of(gathered)
-    return (rest, stacks), (form, held, gathered.placement)
-
-
-jtu.register_pytree_node(
-    _Gathered,
-    _gathered_children,
-    lambda static, arrays: _Gathered.of(Restructure(arrays[0], static[0], static[1], arrays[1]), static[2]),
-)
 
 
 def _by_columns(stack: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:

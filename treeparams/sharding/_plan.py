@@ -210,16 +210,15 @@ class Plan:
         >>> state[0].mu["w"].spec, state[0].count.spec
         (PartitionSpec('data',), PartitionSpec())
 
-        An array that belongs to a parameter is sharded as the parameter is. `state` finds these arrays by tracing
-        `init` with shapes alone. If an array has another shape than its parameter, it traces `init` again with larger
-        parameters, to see which axis of the array grows with which axis of the parameter.
+        An array that belongs to a parameter and has its shape is sharded as the parameter is. `state` finds these
+        arrays by tracing `init` with shapes alone.
 
         Args:
             tx: an Optax optimiser for parameters in the form of this plan.
 
         Returns:
-            The shardings. An array that belongs to no parameter, or has no axis in common with the split ones of its
-            parameter, is whole on each device.
+            The shardings. An array that belongs to no parameter, or has another shape (a factor of Adafactor), is
+            whole on each device; of stacks, rows that devices own are divided whatever their shape.
 
         Raises:
             ValueError: `tx` is `optim.trainable` or another transformation that accepts whole models; or `tx` does not

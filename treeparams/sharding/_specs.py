@@ -103,24 +103,23 @@ def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -
             "batch would all compute the same. Name it in batch_axis too; for tensor parallelism, which XLA does, "
             "write a PartitionSpec as the rule"
         )
-    _check_types(mesh, batch)
+    if AxisType.Manual in mesh.axis_types:
+        raise ValueError("axes of the mesh are manual, as inside jax.shard_map; make the plan outside of it")
+    if problem := _mixed(mesh, batch):
+        raise ValueError(problem)
     return Axes(mesh, split, batch)
 
 
-_ONE_TYPE = "make all of them automatic, jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * n), or all explicit"
-
-
-def _check_types(mesh: Mesh | AbstractMesh, batch: Sequence[str]) -> None:
-    """Rejects meshes whose axis types do not let JAX place parameters."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if AxisType.Manual in types.values():
-        raise ValueError("axes of the mesh are manual, as inside jax.shard_map; make the plan outside of it")
-    automatic = [name for name in batch if types[name] == AxisType.Auto]
-    if automatic and AxisType.Explicit in types.values():
-        raise ValueError(
-            f"the mesh has explicit axes, and {quoted(automatic)}, over which parameters or the batch are split, is "
-            f"automatic; JAX splits no array over both: {_ONE_TYPE}"
-        )
+def _mixed(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> str:
+    """Returns why JAX cannot split arrays over these axes of a mesh; an empty text if it can."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    automatic = [name for name in names if kinds.get(name) == AxisType.Auto]
+    if not automatic or AxisType.Explicit not in kinds.values():
+        return ""
+    return (
+        f"the mesh has explicit axes, and {quoted(automatic)} is automatic; JAX splits no array over both: make all of "
+        "them automatic, jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * n), or all explicit"
+    )
 
 
 def _sequence(value: object) -> Sequence[Any]:
@@ -157,10 +156,8 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
     unknown = [name for name in used if name not in axes.mesh.axis_names]
     if unknown:
         yield f"the mesh has no axis {unknown[0]!r}; its axes are {quoted(axes.mesh.axis_names)}"
-    types = {name: its for name, its in zip(axes.mesh.axis_names, axes.mesh.axis_types, strict=True) if name in used}
-    if AxisType.Explicit in axes.mesh.axis_types and AxisType.Auto in types.values():
-        name = next(name for name, its in types.items() if its == AxisType.Auto)
-        yield f"the mesh has explicit axes, and {name!r} is automatic; {_ONE_TYPE}"
+    if problem := _mixed(axes.mesh, used):
+        yield problem
     if len(set(used)) < len(used):
         yield "the spec names an axis of the mesh twice"
     for dim, entry in enumerate(spec):

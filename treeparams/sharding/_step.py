@@ -1,12 +1,12 @@
 """make_step: one compiled program of value, gradient and update over a mesh, the same in all processes."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import difflib
 import hashlib
-import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, SupportsIndex
 
 import jax
@@ -23,7 +23,7 @@ from .._forms.restructure import Restructure
 from .._forms.states import Copies, divide, entries_of, regroup
 from .._slots.layout import index_of
 from .._slots.parts import Rest, take_apart
-from .._tree.text import count_of, describe
+from .._tree.text import count_of, describe, first_lines
 from .._tree.types import PyTree
 from ..optim._per_leaf import check_rows
 from ..optim._scaled import check_names
@@ -62,27 +62,16 @@ def _agree(words: str) -> None:
     sizes = multihost_utils.process_allgather(np.asarray(text.size, np.int32))
     padded = np.pad(text, (0, sizes.max() - text.size))
     rows = zip(multihost_utils.process_allgather(padded), sizes, strict=True)
-    said: dict[str, list[int]] = {}
-    for process, (row, size) in enumerate(rows):
-        said.setdefault(row[:size].tobytes().decode(), []).append(process)
+    texts = [row[:size].tobytes().decode() for row, size in rows]
     # Against what most of them say; among equals, against the first process.
-    (usual, holders), *others = sorted(said.items(), key=lambda item: -len(item[1]))
-    lines = itertools.chain.from_iterable(
-        difflib.unified_diff(
-            usual.split("\n"), other.split("\n"), _listed(holders), _listed(processes), lineterm="", n=0
-        )
-        for other, processes in others
-    )
-    shown = list(itertools.islice(lines, _LINES))
-    more = sum(1 for _ in lines)
+    usual = collections.Counter(texts).most_common(1)[0][0]
+    other = next(text for text in texts if text != usual)
+    names = [f"process {texts.index(text)}" for text in (usual, other)]
+    lines = difflib.unified_diff(usual.split("\n"), other.split("\n"), *names, lineterm="", n=0)
     raise ValueError(
         "the plans, steps or values differ between the processes; make them from the same model, rules, options and "
-        "seeds in all of them:\n" + "\n".join(shown + [f"... and {more} more lines"] * (more > 0))
+        f"seeds in all of them:\n{first_lines(list(lines), _LINES)}"
     )
-
-
-def _listed(processes: Sequence[int]) -> str:
-    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
 
 
 # -- What they compare -------------------------------------------------------------------------------------------------
