@@ -324,7 +324,7 @@ ERRORS = [
     (lambda: nested.input_jacobian(times)(ONES, {"x": ONES}), TypeError, "array for x, got dict; for trees use nested"),
     (lambda: nested.input_jacobian(times)(ONES, ONES.astype(complex)), TypeError, "x to be real and floating, got"),
     (lambda: nested.input_jacobian(pair)(ONES, ONES), TypeError, NO_ARRAY),
-    (lambda: nested.input_jacobian(times, chunk=0), ValueError, NO_CHUNK),
+    (lambda: nested.input_jacobian(times, chunk=0)(ONES, ONES), ValueError, NO_CHUNK),
     (lambda: nested.input_jacobian(times, batched="yes"), ValueError, "batched must be True, False or 'check', go"),
     (lambda: of_batch(jnp.sum)(XS), ValueError, r"\(batch, ...\) to \(batch, ...\), got shapes \(7, 3\) and \(\)"),
     (lambda: of_batch(lambda x: x[0])(XS), ValueError, r"got shapes \(7, 3\) and \(3,\)"),

@@ -279,10 +279,7 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as slip:
-                shown = [
-                    str(its.replace(annotation=its.empty, default=its.empty)) + "=..." * (its.kind is its.KEYWORD_ONLY)
-                    for its in signature.parameters.values()
-                ]
+                shown = [each + "=..." * (its.kind is its.KEYWORD_ONLY) for each, its in signature.parameters.items()]
                 said = unknown_argument(name, signature.parameters, kwargs) or f"{name}: {slip}"
                 raise TypeError(f"{said}; it is {name}({', '.join(shown)})") from None
             raise

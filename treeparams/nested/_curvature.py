@@ -169,8 +169,7 @@ def _shardings_of(tree: PyTree) -> tuple[Any, ...]:
 
 def _loss_of(f: Callable[..., Any], parts: Parts, *args: object) -> Callable[[Any], Any]:
     """Returns a loss as a function of the slots in reals."""
-    of = of_reals(f, parts, *args)
-    return lambda reals: scalar(of(reals))
+    return lambda reals: scalar(of_reals(f, parts, *args)(reals))
 
 
 def hessian_operator(
@@ -345,9 +344,8 @@ def hessian(
         ValueError: when called: `chunk` is no count; as `tp.layout`.
         TypeError: when called: as `hvp`.
     """
-    operator = hessian_operator(f, trainable)
 
     def matrix(model: PyTree, *args: object) -> jax.Array:
-        return operator(model, *args).matrix(chunk=chunk)
+        return hessian_operator(f, trainable)(model, *args).matrix(chunk=chunk)
 
     return matrix

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from .._programs import Kind, Walk, bind, derivative, is_floating, is_linear, kind_of, operation_name, programs
 from .._tree.memory import warn
 from .._tree.recognise import structure_of
-from .._tree.text import count_of, describe
+from .._tree.text import describe
 from .._tree.types import PyTree
 from ._reals import basis, in_sweeps, output, result
 
@@ -408,12 +408,10 @@ def input_jacobian(
         A function of `(model, x, *args)` that returns the Jacobian, shape `(*out, *in)`, or `(batch, *out, *in)`.
 
     Raises:
-        ValueError: `chunk` is no count; there is no such `batched`; when called: x or the output has no batch axis, or
+        ValueError: there is no such `batched`; when called: `chunk` is no count; x or the output has no batch axis, or
             another batch size; `batched="check"` and f mixes samples.
         TypeError: when called: x or the output is no real floating array; `batched="check"` inside of a trace.
     """
-    if chunk is not None:
-        count_of("chunk", chunk, "sweeps")
     if batched not in (False, True, "check"):
         raise ValueError(f"batched must be True, False or 'check', got {batched!r}")
     given = "a batch, with batched=True" if batched else _ONE_POINT
