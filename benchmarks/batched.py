@@ -1,6 +1,6 @@
 """Jacobians of a net sample by sample, where the net is at hand for a batch or for a sample.
 
-`nested.batched_jacobian` is given the function of the batch, the `vmap`s that of a sample; "diagonal blocks" is what
+`nested.input_jacobian` is given the function of the batch, the `vmap`s that of a sample; "diagonal blocks" is what
 one would write without either: `jax.jacrev` over the batch, of which all but the blocks on the diagonal are zero.
 """
 
@@ -15,7 +15,7 @@ from treeparams import nested
 from ._harness import Scale, Table, Verdict
 from ._programs import Function, build, built, rows, timed
 
-_TP, _REVERSE, _FORWARD, _BLOCKS = "batched_jacobian", "vmap(jacrev)", "vmap(jacfwd)", "diagonal blocks"
+_TP, _REVERSE, _FORWARD, _BLOCKS = "input_jacobian", "vmap(jacrev)", "vmap(jacfwd)", "diagonal blocks"
 
 
 def run(scale: Scale) -> Iterator[Table]:
@@ -33,7 +33,7 @@ def _jacobians(inputs: int, outputs: int, scale: Scale) -> Table:
     functions: dict[str, Function] = {
         _REVERSE: (jax.vmap(jax.jacrev(one, 1), (None, 0)), (params, x)),
         _FORWARD: (jax.vmap(jax.jacfwd(one, 1), (None, 0)), (params, x)),
-        _TP: (nested.batched_jacobian(whole), (params, x)),
+        _TP: (nested.input_jacobian(whole, batched=True), (params, x)),
         _BLOCKS: (lambda params, x: jnp.einsum("ijik->ijk", jax.jacrev(whole, 1)(params, x)), (params, x)),
     }
     programs = built(functions, 0)

@@ -99,8 +99,8 @@ def _many(model: Any, x: jax.Array, where: Any, count: int, scale: Scale) -> tup
     layout = tp.layout(model, where)
     vector, restructure = tp.ravel(model, layout)
     directions = list(jax.random.normal(jax.random.key(2), (count, layout.size)))
-    hvp = lambda restructure, vector, v, x: nested.hvp(_square, trainable=layout)(restructure(vector), v, x)
-    operator = lambda restructure, vector, x: nested.hessian_operator(_square, trainable=layout)(restructure(vector), x)
+    hvp = lambda restructure, vector, v, x: nested.hvp(_square, layout)(restructure(vector), v, x)
+    operator = lambda restructure, vector, x: nested.hessian_operator(_square, layout)(restructure(vector), x)
     fresh, linearise, apply = jax.jit(hvp), jax.jit(operator), jax.jit(lambda operator, v: operator(v))
 
     def by_operator() -> Any:

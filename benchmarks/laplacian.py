@@ -18,7 +18,7 @@ from treeparams import nested
 from ._harness import Scale, Table, at_most
 from ._programs import Function, built, rows, timed
 
-_TP, _FOLX, _TRACE = "nested.laplacian", "folx", "trace of jax.hessian"
+_TP, _FOLX, _TRACE = "nested.input_laplacian", "folx", "trace of jax.hessian"
 
 
 def run(scale: Scale) -> Iterator[Table]:
@@ -66,5 +66,5 @@ def _laplacians(activation: Callable[..., Any], scale: Scale) -> dict[str, Funct
     f = lambda params, x: eqx.combine(params, static)(x)
     of_folx = lambda params, x: folx.forward_laplacian(lambda x: f(params, x))(x).laplacian
     trace = lambda params, x: jnp.trace(jax.hessian(f, 1)(params, x))
-    each = {_FOLX: of_folx, _TP: nested.laplacian(f), _TRACE: trace}
+    each = {_FOLX: of_folx, _TP: nested.input_laplacian(f), _TRACE: trace}
     return {name: (jax.vmap(of, (None, 0)), arguments) for name, of in each.items()}

@@ -5,7 +5,7 @@
 From noisy measurements of how a pendulum moves, its angle and momentum with their rates, two nets learn to go on. One
 gives the rates as they come. The other gives an energy H(q, p), and the rates by Hamilton's equations, dq/dt = dH/dp
 and dp/dt = -dH/dq (Greydanus, Dzamba and Yosinski, 2019). Its loss holds the net's derivative in its input, by
-`nested.gradient`, and is differentiated once more, in the parameters.
+`nested.input_gradient`, and is differentiated once more, in the parameters.
 
 Then both are let go for about 15 swings. Whatever energy the second has learned, it is constant along the motion.
 It needs what `pip install -e '.[examples]'` installs.
@@ -51,7 +51,7 @@ class Net(eqx.Module):
 
 def hamilton(net: Net, state: Array) -> Array:
     """The rates of a state (q, p) by Hamilton's equations."""
-    slope = nested.gradient(lambda net, state: net(state))(net, state)
+    slope = nested.input_gradient(lambda net, state: net(state))(net, state)
     return jnp.stack([slope[1], -slope[0]])
 
 

@@ -76,7 +76,7 @@ class Posterior(NamedTuple):
 
     def variances(self, images: Array, precision: Any) -> Array:
         """Of each score of each image, shape `(images, 10)`."""
-        along = nested.parameter_jacobian(scores, trainable=LAST)(self.net, images) @ self.vectors
+        along = nested.parameter_jacobian(scores, LAST)(self.net, images) @ self.vectors
         return along**2 @ (1 / (self.values + precision))
 
     def chances(self, images: Array, precision: Any) -> Array:
@@ -88,14 +88,14 @@ class Posterior(NamedTuple):
 @tp.jit
 def posterior(net: eqx.nn.MLP, images: Array, labels: Array) -> Posterior:
     total = lambda found: jnp.sum(optax.softmax_cross_entropy_with_integer_labels(found, labels))
-    curvature = nested.ggn_operator(all_scores, total, trainable=LAST)(net, images)
+    curvature = nested.ggn_operator(all_scores, total, LAST)(net, images)
     values, vectors = jnp.linalg.eigh(curvature @ jnp.eye(curvature.layout.size))
     return Posterior(net, jnp.maximum(values, 0), vectors)
 
 
 def variances_of_process(net: eqx.nn.MLP, known: Array, images: Array, precision: Any) -> Array:
     """What `Posterior.variances` gives, from kernels between images: what is known takes away from the prior."""
-    kernel = lambda xs, ys: nested.kernel(scores, trainable=LAST)(net, xs, ys) / precision
+    kernel = lambda xs, ys: nested.kernel(scores, LAST)(net, xs, ys) / precision
     chance = jax.nn.softmax(all_scores(net, known))
     # The curvature of the loss of each image in its scores is R R^T.
     root = jax.vmap(lambda p: jnp.diag(jnp.sqrt(p)) - jnp.outer(p, jnp.sqrt(p)))(chance)

@@ -3,7 +3,7 @@
     python examples/pinn.py [--plot FILE]
 
 On the unit square, with u = 0 on its border, a net u is to solve `laplacian(u) = -source`, of which the solution is
-known. The loss is the mean square of what is left at points inside; it holds `nested.laplacian` of the net.
+known. The loss is the mean square of what is left at points inside; it holds `nested.input_laplacian` of the net.
 
 Adam comes near and then crawls, since the loss is steep in some directions and flat in others. Gauss-Newton by
 `nested.ggn_operator` goes on from there: a step solves `(G + damping) step = -gradient` by conjugate gradients.
@@ -51,7 +51,7 @@ def exact(point: Array) -> Array:
 
 def residuals(model: Any, points: Array) -> Array:
     """What is left of the equation at each point."""
-    laplacian = nested.laplacian(lambda model, point: model(point))
+    laplacian = nested.input_laplacian(lambda model, point: model(point))
     return jax.vmap(lambda point: laplacian(model, point) + 5 * jnp.pi**2 * exact(point))(points)
 
 

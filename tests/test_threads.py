@@ -236,7 +236,7 @@ def test_the_step_of_a_generator_alone_costs_no_weight_gradients_of_the_discrimi
 def test_a_network_whose_slope_is_to_be_a_cosine():
     """Its gradient in the parameters, and in t and the parameters at once."""
     net, t = {"a": ramp(3), "b": ramp(3, start=-1.0)}, ramp(4)
-    slopes = jax.vmap(nested.gradient(lambda net, t: jnp.sum(net["b"] * jnp.tanh(net["a"] * t))), (None, 0))
+    slopes = jax.vmap(nested.input_gradient(lambda net, t: jnp.sum(net["b"] * jnp.tanh(net["a"] * t))), (None, 0))
     by_hand = jax.vmap(lambda net, t: jnp.sum(net["a"] * net["b"] / jnp.cosh(net["a"] * t) ** 2), (None, 0))
     loss = lambda both, slopes: jnp.mean((slopes(both["net"], both["t"]) - jnp.cos(both["t"])) ** 2)
 
@@ -252,7 +252,7 @@ def test_a_network_whose_slope_is_to_be_a_cosine():
 
 def test_a_polynomial_fitted_with_its_derivative():
     """h(x) = g(f, df/dx) = f + 2 df/dx, which is linear in the coefficients."""
-    h = jax.vmap(lambda c, x: polynomial(c, x) + 2 * nested.gradient(polynomial)(c, x), (None, 0))
+    h = jax.vmap(lambda c, x: polynomial(c, x) + 2 * nested.input_gradient(polynomial)(c, x), (None, 0))
     xs = np.linspace(-2.0, 2.0, 8, dtype="f")
     vector, restructure = tp.ravel(C)
     of_vector = lambda v: h(restructure(v), xs)
@@ -263,7 +263,7 @@ def test_a_polynomial_fitted_with_its_derivative():
 def test_a_function_of_a_gradient():
     """Of (-sum(x) / r^3)^3, by hand; and its slope is one directional derivative of the gradient of f."""
     f = lambda x: 1 / jnp.linalg.norm(x)
-    gradient = nested.gradient(lambda model, x: f(x))
+    gradient = nested.input_gradient(lambda model, x: f(x))
     h = lambda x: jnp.sum(gradient(None, x)) ** 3
     with enable_x64(True):
         x = np.arange(1.0, 6.0)
@@ -285,7 +285,7 @@ def test_a_function_of_a_gradient():
 def test_gradients_and_jacobians_over_samples_with_parameters_fixed_or_not():
     model, xs = {"w": ramp(2, 3), "b": ramp(2)}, ramp(4, 3)
     f = lambda model, x: jnp.tanh(model["w"] @ x + model["b"])
-    batched = nested.batched_jacobian(jax.vmap(f, (None, 0)))
+    batched = nested.input_jacobian(jax.vmap(f, (None, 0)), batched=True)
     by_sample = nested.per_example_gradients(lambda model, x: jnp.sum(f(model, x)), trainable="b")
 
     @jax.jit

@@ -217,8 +217,8 @@ def derivatives() -> None:
     def energy(model: Codec, x: jax.Array) -> jax.Array:
         return jnp.sum(model(x) ** 2)
 
-    assert_type(nested.laplacian(energy)(model, x), jax.Array)
-    _, jacobian, _ = nested.laplacian(energy, full=True)(model, x)
+    assert_type(nested.input_laplacian(energy)(model, x), jax.Array)
+    _, jacobian, _ = nested.input_laplacian(energy, full=True)(model, x)
     assert_type(jacobian, jax.Array)
 
 

@@ -2,8 +2,8 @@
 
 A walk goes along the operations of a program and keeps a value for each variable. A *domain*, a subclass of `Walk`,
 says which value. `tp.reached` and `tp.moved` carry marks of parameters, a check of optimisers carries numbers of
-elements, `nested.laplacian` carries derivatives. The walk itself knows how operations call programs. It reads a *hi
-primitive* in the program that JAX lowers it to.
+elements, `nested.input_laplacian` carries derivatives. The walk itself knows how operations call programs. It reads a
+*hi primitive* in the program that JAX lowers it to.
 
 An operation that is not in the table is *opaque*: nothing is known of it. That is the safe answer in every domain. A
 parameter that goes into an opaque operation is reached, and has moved; its elements are equal to no others; there is

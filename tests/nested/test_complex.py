@@ -11,6 +11,7 @@ import pytest
 import treeparams as tp
 from treeparams import nested
 
+from ..long import some
 from ..zoo import assert_close, enable_x64, inexact_leaves, ramp
 
 
@@ -67,7 +68,7 @@ def loss(model, scale):
     return energy(outputs(model, scale)) / 10
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, {"module, frozen part, single precision"}))
 def test_products_and_matrices_are_those_over_the_real_vector(name):
     make, options = MODELS[name]
     model = make()
@@ -88,13 +89,13 @@ def test_products_and_matrices_are_those_over_the_real_vector(name):
         jacobian = jax.jacrev(pairs)(vector)
         curvature = jax.hessian(lambda y: energy(jax.lax.complex(y[:3], y[3:])))(pairs(vector))
         tangents = forms(direction)
-        operator = nested.hessian_operator(loss, damping=0.5, trainable=layout)(model, 0.1)
-        gauss_newton = nested.ggn_operator(outputs, energy, trainable=layout)(model, 0.1)
+        operator = nested.hessian_operator(loss, layout, damping=0.5)(model, 0.1)
+        gauss_newton = nested.ggn_operator(outputs, energy, layout)(model, 0.1)
         return {
             "hessian": jax.hessian(lambda v: loss(restructure(v), 0.1))(vector),
             "gauss newton": jacobian.T @ curvature @ jacobian,
-            "matrix": nested.hessian(loss, trainable=layout)(model, 0.1),
-            "products": {i: nested.hvp(loss, trainable=layout)(model, tangents[i], 0.1) for i in (1, 2)},
+            "matrix": nested.hessian(loss, layout)(model, 0.1),
+            "products": {2: nested.hvp(loss, layout)(model, tangents[2], 0.1)},
             "by operator": {1: operator(tangents[1])},
             "by ggn": {0: gauss_newton(tangents[0])},
         }
@@ -102,11 +103,8 @@ def test_products_and_matrices_are_those_over_the_real_vector(name):
     got = run(vector, direction)
     tolerance = 1e-4 if "single" in name else 1e-10
     damped = got["hessian"] + 0.5 * jnp.eye(len(vector))
-    for matrix, want in (
-        (got["matrix"], got["hessian"]),
-        (got["matrix"], got["matrix"].T),
-    ):
-        close(matrix, want, tolerance)
+    close(got["matrix"], got["hessian"], tolerance)
+    close(got["matrix"], got["matrix"].T, tolerance)
     for key, matrix in {"products": got["hessian"], "by operator": damped, "by ggn": got["gauss newton"]}.items():
         want = forms(matrix @ direction)
         for i, product in got[key].items():
@@ -195,15 +193,12 @@ def test_vectors_and_matrices_are_multiplied(problem):
 
     @jax.jit
     def run(operator):
-        diagonals = [operator.diagonal(chunk=4)]
-        return operator @ real, operator @ some, operator @ jnp.stack([compl, 2 * compl], 1), operator(compl), diagonals
+        products = operator @ real, operator @ some, operator @ jnp.stack([compl, 2 * compl], 1)
+        return products, operator(compl), operator.diagonal(chunk=4)
 
-    of_vector, of_matrix, of_complex, want, diagonals = run(operator)
-    close(of_vector, matrix @ real)
-    close(of_matrix, matrix @ some)
-    close(of_complex, jnp.stack([want, 2 * want], 1))
-    for diagonal in diagonals:
-        close(diagonal, np.diag(matrix))
+    products, of_complex, diagonal = run(operator)
+    close(products, (matrix @ real, matrix @ some, jnp.stack([of_complex, 2 * of_complex], 1)))
+    close(diagonal, np.diag(matrix))
 
 
 def test_lineax_solves_with_an_operator(problem):
@@ -212,13 +207,15 @@ def test_lineax_solves_with_an_operator(problem):
     linear = operator.as_lineax()
     assert lx.is_symmetric(linear)
     assert not lx.is_positive_semidefinite(linear)
-    close(linear.mv(right), jnp.asarray(matrix @ right))
-    positive = lambda operator: operator.as_lineax(lx.positive_semidefinite_tag)
-    solve = jax.jit(lambda operator, right: lx.linear_solve(positive(operator), right, lx.CG(1e-12, 1e-12)).value)
-    close(solve(operator, right), jnp.asarray(np.linalg.solve(matrix, right)), 1e-9)
-    real = nested.hessian_operator(lambda model: jnp.sum(model["x"] ** 3), damping=1.0)({"x": ramp(3)})
-    assert real.as_lineax().in_structure() == jax.ShapeDtypeStruct((3,), jnp.float32)
-    frozen = nested.hessian_operator(lambda model: 1.0, trainable=tp.layout({"x": ramp(3)}, freeze="x"))({"x": ramp(3)})
+    assert linear.in_structure() == jax.ShapeDtypeStruct((6,), jnp.float64)
+
+    @jax.jit
+    def run(operator, right):
+        positive = operator.as_lineax(lx.positive_semidefinite_tag)
+        return operator.as_lineax().mv(right), lx.linear_solve(positive, right, lx.CG(1e-12, 1e-12)).value
+
+    close(run(operator, right), (jnp.asarray(matrix @ right), jnp.asarray(np.linalg.solve(matrix, right))), 1e-9)
+    frozen = nested.hessian_operator(lambda model: 1.0, tp.layout({"x": ramp(3)}, freeze="x"))({"x": ramp(3)})
     assert frozen.diagonal().shape == (0,)
 
 
@@ -249,42 +246,33 @@ def test_directions_of_linearised_models_and_gradients_of_examples(problem):
 # -- Errors ------------------------------------------------------------------------------------------------------------
 
 
+_LENGTH = r"a vector of 4 elements \(or 6, complex ones as pairs of reals\), .* got an array of shape \(5,\)"
+_MATRIX = r"operator @ needs a vector \(n,\) or a matrix .*, got "
+_REAL, FIVE = r"a real vector, .* as pairs of reals \(nested.real_vector\), got complex128", jnp.ones(5)
+_of_z = lambda model: jnp.sum(model["z"])
+ERRORS = [  # of a model, its operator, its restructure, and a tangent as real vector and as complex one
+    (lambda model, *_: nested.hvp(loss)(model, FIVE, 0.1), ValueError, _LENGTH),
+    (lambda _, operator, *__: operator(FIVE), ValueError, _LENGTH),
+    (lambda _, operator, *__: operator @ jnp.ones((5, 2)), ValueError, _LENGTH),
+    (lambda model, *_: nested.linearised(outputs)(model, FIVE, 0.1), ValueError, _LENGTH),
+    (lambda model, operator, *_: operator @ model, TypeError, _MATRIX + "dict; for a tree call it"),
+    (lambda _, operator, *__: operator @ jnp.ones(()), TypeError, _MATRIX + r"float64\[\]; for a tree call it"),
+    (lambda _, operator, *__: operator @ jnp.ones((6, 1, 1)), TypeError, _MATRIX + r"float64\[6,1,1\]"),
+    (lambda model, operator, *_: operator({"x": model["z"]}), TypeError, r"a real tangent at 'x', got complex128"),
+    (lambda _, operator, *__: operator({"z": complex_ramp(3)}), ValueError, r"complex128\[2\] at 'z', got complex"),
+    (lambda _, operator, *__: operator({"y": FIVE}), ValueError, "entry at 'y', where the model has no leaf"),
+    (lambda _, operator, *__: operator.diagonal(chunk=0), ValueError, "chunk must be a whole number of products"),
+    (lambda _, operator, *__: operator.matrix(chunk=1.5), ValueError, "number of products, at least 1, got 1.5"),
+    (lambda _, operator, __, real, ___: operator(real.astype(complex)), TypeError, _REAL),
+    (lambda _, __, restructure, ___, compl: restructure(compl), TypeError, _REAL),
+    (lambda _, __, restructure, ___, compl: restructure(compl.real), ValueError, r"of shape \(6,\) .*, got shape"),
+    (lambda model, _, __, real, ___: nested.hvp(_of_z)(model, real), TypeError, "complex128"),
+    (lambda model, *_: nested.hessian(_of_z)(model), TypeError, "complex128"),
+]  # fmt: skip
+
+
 def test_errors(problem, without_type_checks):
-    model, operator, _, (real, compl, tree) = problem
-    _, restructure = nested.real_vector(model)
-    length = (
-        r"expected a vector of 4 elements \(or 6, complex ones as pairs of reals\), .* got an array of shape \(5,\)"
-    )
-    for call in (
-        lambda: nested.hvp(loss)(model, jnp.ones(5), 0.1),
-        lambda: operator(jnp.ones(5)),
-        lambda: operator @ jnp.ones((5, 2)),
-        lambda: nested.linearised(outputs)(model, jnp.ones(5), 0.1),
-    ):
-        with pytest.raises(ValueError, match=length):
-            call()
-    for wrong, got in ((tree, "dict"), (jnp.ones(()), r"float64\[\]"), (jnp.ones((6, 1, 1)), r"float64\[6,1,1\]")):
-        with pytest.raises(
-            TypeError, match=rf"operator @ needs a vector \(n,\) or a matrix .*, got {got}; for a tree call it"
-        ):
-            operator @ wrong
-    with pytest.raises(TypeError, match=r"expected a real tangent at 'x', got complex128\[2\]"):
-        operator({"x": model["z"]})
-    with pytest.raises(ValueError, match=r"expected complex128\[2\] at 'z', got complex128\[3\]"):
-        operator({"z": complex_ramp(3)})
-    with pytest.raises(ValueError, match="entry at 'y', where the model has no leaf"):
-        operator({"y": jnp.ones(2)})
-    for chunk in (0, 1.5):
-        with pytest.raises(ValueError, match=f"chunk must be a whole number of products, at least 1, got {chunk}"):
-            operator.diagonal(chunk=chunk)
-    for call in (lambda: operator(real.astype(complex)), lambda: restructure(compl)):
-        with pytest.raises(
-            TypeError, match=r"a real vector, .* as pairs of reals \(nested.real_vector\), got complex128"
-        ):
-            call()
-    for method in (nested.hvp, nested.hessian, nested.hessian_operator):
-        tangent = (real,) if method is nested.hvp else ()
-        with pytest.raises(TypeError, match="complex128"):
-            method(lambda model: jnp.sum(model["z"]))(model, *tangent)
-    with pytest.raises(ValueError, match=r"expected a vector of shape \(6,\) .*, got shape \(4,\)"):
-        restructure(compl.real)
+    model, operator, _, (real, compl, _) = problem
+    for call, error, words in ERRORS:
+        with pytest.raises(error, match=words):
+            call(model, operator, nested.real_vector(model)[1], real, compl)

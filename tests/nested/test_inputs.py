@@ -1,4 +1,4 @@
-"""Derivatives in the input, within losses: those of JAX, and their gradients reach everything."""
+"""Derivatives in the input, of a point or a batch, are those of JAX, and their gradients reach everything."""
 
 import warnings
 
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import nested
 
+from ..long import some
 from ..zoo import ZOO, assert_close, enable_x64, first_devices, flops, inexact_leaves
 
 
@@ -46,13 +47,14 @@ def _total(model, x, t):
     return model.total(x, t)
 
 
+def _table(model, x, t):
+    return jnp.outer(model(x, t), x)
+
+
 DERIVATIVES = {
-    "gradient": (nested.gradient(_total), jax.grad(_total, 1)),
-    "jacobian by rows": (nested.jacobian(_call), jax.jacfwd(_call, 1)),
-    "jacobian by columns": (
-        nested.jacobian(lambda m, x, t: jnp.outer(m(x, t), x)),
-        jax.jacfwd(lambda m, x, t: jnp.outer(m(x, t), x), 1),
-    ),
+    "gradient": (nested.input_gradient(_total), jax.grad(_total, 1)),
+    "jacobian by rows": (nested.input_jacobian(_call), jax.jacfwd(_call, 1)),
+    "jacobian by columns": (nested.input_jacobian(_table), jax.jacfwd(_table, 1)),
 }
 
 
@@ -61,18 +63,15 @@ def test_values_and_gradients_are_those_of_jax(name):
     """In the parameters and all that is beside them; for one point and a batch; and second derivatives."""
 
     def everything(derivative, model, x, t):
-        layout = tp.layout(model)
-        params, rest = tp.partition(model, layout)
-        direction = jnp.cos(jnp.arange(layout.size, dtype=float))
+        params, rest = tp.partition(model)
         loss = lambda model, x, t: jnp.sum(derivative(model, x, t) ** 3)
         mean = lambda model, x, t: jnp.mean(jax.vmap(loss, (None, 0, 0))(model, x, t))
-        of = lambda params, x, t: loss(tp.combine(params, rest), x, t)
-        return (
-            derivative(model, x[0], t[0]),
-            jax.grad(of, (0, 1, 2))(params, x[0], t[0]),
-            tp.grad(mean, layout)(model, x, t),
-            nested.hvp(mean, trainable=layout)(model, direction, x, t),
-        )
+        of = lambda params, x, t: mean(tp.combine(params, rest), x, t)
+        found = derivative(model, x[0], t[0]), jax.grad(of, (0, 1, 2))(params, x, t)
+        if name != "gradient":
+            return found
+        direction = jnp.cos(jnp.arange(rest.layout.size, dtype=float))
+        return found, nested.hvp(mean, rest.layout)(model, direction, x, t)
 
     with enable_x64(True):
         model = _energy()
@@ -88,7 +87,7 @@ def test_derivatives_nested_in_each_other_call_the_function_once():
         calls.append(x)
         return jnp.sin(model["w"] * x)
 
-    for derivative in (nested.gradient, nested.jacobian):
+    for derivative in (nested.input_gradient, nested.input_jacobian):
         third = jax.jit(derivative(derivative(derivative(sine))))
         calls.clear()
         np.testing.assert_allclose(third(model, x), -(w**3) * np.cos(w * x), rtol=1e-5)
@@ -98,14 +97,14 @@ def test_derivatives_nested_in_each_other_call_the_function_once():
 
 
 def test_a_choice_by_values_outside_of_jit():
-    gradient = nested.gradient(lambda model, x: model * x if x > 0 else -model * x**2)
+    gradient = nested.input_gradient(lambda model, x: model * x if x > 0 else -model * x**2)
     assert gradient(3.0, -2.0) == 12
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["ints and bools", "complex", "bf16 with f32", "functions and static fields", "transposed tie", "prng keys"],
-)
+LONG = ("bf16 with f32", "functions and static fields", "prng keys")
+
+
+@pytest.mark.parametrize("name", some(["ints and bools", "complex", "transposed tie", *LONG], LONG))
 def test_what_is_no_parameter_is_no_hindrance(name):
     model = ZOO[name].make()
     layout = ZOO[name].layout(model)
@@ -114,24 +113,21 @@ def test_what_is_no_parameter_is_no_hindrance(name):
         weights = [jnp.sum(jnp.abs(leaf).astype(jnp.float32) ** 2) for leaf in inexact_leaves(model)]
         return sum(jnp.sin(weight + i) * jnp.sum(x**2) for i, weight in enumerate(weights))
 
-    x = jnp.arange(1.0, 3.0)
-    loss = lambda gradient: lambda model, x: jnp.sum(gradient(model, x) ** 2)
     by_hand = lambda model, x: jax.grad(lambda x: f(model, x))(x)
-    got, want = tp.jit(lambda model, x: [tp.grad(loss(g), layout)(model, x) for g in (nested.gradient(f), by_hand)])(
-        model, x
-    )
+    losses = [lambda model, x, of=of: jnp.sum(of(model, x) ** 2) for of in (nested.input_gradient(f), by_hand)]
+    got, want = tp.jit(lambda model, x: [tp.grad(loss, layout)(model, x) for loss in losses])(model, jnp.arange(1.0, 3))
     assert_close(got, want, 1e-5 if name != "bf16 with f32" else 1e-2)
 
 
 def test_parameters_in_bound_and_partial_models_and_in_closures():
     x, t = jnp.asarray(X[0], jnp.float32), jnp.float32(0.7)
-    loss = lambda f, x, t: jnp.sum(nested.gradient(lambda f, x, t: f(x, t))(f, x, t) ** 2)
-    captured = lambda model: jnp.sum(nested.gradient(lambda nothing, x: model.total(x, t))(None, x) ** 2)
+    loss = lambda f, x, t: jnp.sum(nested.input_gradient(lambda f, x, t: f(x, t))(f, x, t) ** 2)
+    captured = lambda model: jnp.sum(nested.input_gradient(lambda nothing, x: model.total(x, t))(None, x) ** 2)
 
     @tp.jit
     def run(model):
         return (
-            tp.grad(lambda model: jnp.sum(nested.gradient(_total)(model, x, t) ** 2))(model),
+            tp.grad(lambda model: jnp.sum(nested.input_gradient(_total)(model, x, t) ** 2))(model),
             tp.grad(loss)(model.total, x, t),
             tp.grad(loss)(jax.tree_util.Partial(Energy.total, model), x, t),
             tp.grad(captured)(model),
@@ -139,9 +135,8 @@ def test_parameters_in_bound_and_partial_models_and_in_closures():
 
     want, bound, partial, in_closure = run(_energy())
     assert jnp.any(want.mlp.layers[0].weight != 0)
-    assert_close(jax.tree.leaves(bound), jax.tree.leaves(want))
-    assert_close(jax.tree.leaves(partial), jax.tree.leaves(want))
-    assert_close(in_closure, want)
+    for got in (bound, partial, in_closure):
+        assert_close(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
 def test_they_cost_what_jax_costs_by_itself():
@@ -150,56 +145,45 @@ def test_they_cost_what_jax_costs_by_itself():
     def recurrent(model, x):
         return jax.lax.scan(lambda state, each: (jnp.tanh(model["w"] @ state + each), None), jnp.zeros(8), x)[0]
 
-    scalar = lambda model, x: jnp.sum(recurrent(model, x))
-    for ours, plain in (
-        (nested.gradient(scalar), jax.grad(scalar, 1)),
-        (nested.jacobian(recurrent), jax.jacrev(recurrent, 1)),
-    ):
-        of = lambda f: jax.grad(lambda model, x: jnp.sum(f(model, x) ** 2))
-        assert flops(of(ours), model, x) <= 1.01 * flops(of(plain), model, x)
+    of = lambda f: jax.grad(lambda model, x: jnp.sum(f(model, x) ** 2))
+    ours, plain = of(nested.input_jacobian(recurrent)), of(jax.jacrev(recurrent, 1))
+    assert flops(ours, model, x) <= 1.01 * flops(plain, model, x)
+    for weight in (np.ones((64, 2)), np.ones((2, 64))):  # the fewer sweeps
+        jacobian = nested.input_jacobian(lambda weight, x: weight @ jnp.sin(x))
+        assert flops(jacobian, weight, np.ones(weight.shape[1])) <= 4 * weight.size + 1000
 
 
 def test_what_is_frozen_costs_nothing():
     mlp, x = eqx.nn.MLP(4, "scalar", 64, 4, jnp.tanh, key=jax.random.key(0)), jnp.ones((16, 4))
     layout = tp.layout(mlp, "layers.4")
     params, rest = tp.partition(mlp, layout)
-    slopes = lambda model, x: jax.vmap(nested.gradient(lambda model, x: model(x)), (None, 0))(model, x)
+    slopes = lambda of: lambda model, x: jnp.sum(jax.vmap(of, (None, 0))(model, x) ** 2)
 
     def by_hand(params, rest, x):
-        slope = jax.vmap(lambda params, x: jax.grad(lambda x: tp.combine(params, rest)(x))(x), (None, 0))
-        return jax.grad(lambda params: jnp.sum(slope(params, x) ** 2))(params)
+        of = lambda params, x: jax.grad(lambda x: tp.combine(params, rest)(x))(x)
+        return jax.grad(slopes(of))(params, x)
 
     def of(trainable):
-        grad = tp.grad(lambda model, x: jnp.sum(slopes(model, x) ** 2), trainable)
+        grad = tp.grad(slopes(nested.input_gradient(lambda model, x: model(x))), trainable)
         return flops(lambda params, rest, x: grad(tp.combine(params, rest), x), params, rest, x)
 
     assert of(layout) <= 1.005 * flops(by_hand, params, rest, x)
     assert of(layout) <= 0.5 * of(None)
 
 
-def test_a_jacobian_takes_the_fewer_sweeps():
-    for weight in (np.ones((64, 2)), np.ones((2, 64))):
-        jacobian = nested.jacobian(lambda weight, x: weight @ jnp.sin(x))
-        assert flops(jacobian, weight, np.ones(weight.shape[1])) <= 4 * weight.size + 1000
-
-
-def test_inputs_may_be_trees():
+def test_inputs_may_be_trees_or_complex():
     f = lambda model, x: model["k"] * x["q"] @ x["p"][0] ** 2
     model = {"k": jnp.array(2.0)}
     x = {"q": jnp.array([1.0, 2.0]), "p": (jnp.array([3.0, -1.0]), None)}
-    got = nested.gradient(f)(model, x)
+    got = nested.input_gradient(f)(model, x)
     assert_close(got, {"q": 2 * x["p"][0] ** 2, "p": (4 * x["q"] * x["p"][0], None)})
-    loss = lambda model: jnp.sum(nested.gradient(f)(model, x)["q"])
+    loss = lambda model: jnp.sum(nested.input_gradient(f)(model, x)["q"])
     np.testing.assert_allclose(tp.grad(loss)(model)["k"], 10.0)
 
-
-def test_complex_inputs_and_parameters_follow_jax():
-    f = lambda model, z: jnp.sum(jnp.abs(model["w"] * z) ** 2)
-    model, z = {"w": jnp.array([1 + 2j, 0.5])}, jnp.array([1 - 1j, 2j])
-    np.testing.assert_allclose(nested.gradient(f)(model, z), jax.grad(f, 1)(model, z), 1e-6)
-    loss = lambda gradient: lambda w: jnp.sum(jnp.abs(gradient({"w": w}, z)) ** 2)
-    want = jax.grad(loss(jax.grad(f, 1)))(model["w"])
-    np.testing.assert_allclose(jax.grad(loss(nested.gradient(f)))(model["w"]), want, 1e-5)
+    square = lambda w, z: jnp.sum(jnp.abs(w * z) ** 2)
+    w, z = jnp.array([1 + 2j, 0.5]), jnp.array([1 - 1j, 2j])
+    both = lambda of: (of(w, z), jax.grad(lambda w: jnp.sum(jnp.abs(of(w, z)) ** 2))(w))
+    assert_close(*map(both, (nested.input_gradient(square), jax.grad(square, 1))), 1e-5)
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -216,13 +200,13 @@ def test_jacobians_of_any_shape(chunk):
 
     @jax.jit
     def run(model, x):
-        both = lambda of: (nested.jacobian(of, chunk=chunk)(model, x), jax.jacobian(of, 1)(model, x))
+        both = lambda of: (nested.input_jacobian(of, chunk=chunk)(model, x), jax.jacobian(of, 1)(model, x))
         return list(map(both, cases.values()))
 
     for shape, (got, want) in zip(cases, run(model, x), strict=True):
         assert got.shape == (*shape, 3, 2)
         np.testing.assert_allclose(got, want, 1e-6)
-    assert not jnp.any(nested.jacobian(lambda model, x: 3.0, chunk=chunk)(model, x))
+    assert not jnp.any(nested.input_jacobian(lambda model, x: 3.0, chunk=chunk)(model, x))
 
 
 def test_within_a_shard_map_that_checks_what_varies():
@@ -235,37 +219,124 @@ def test_within_a_shard_map_that_checks_what_varies():
 
     def run(w, x):
         return (
-            batch(nested.gradient(lambda w, x: tall(w, x)[0]))(w, x),
-            [batch(nested.jacobian(f, chunk=chunk))(w, x) for f in (wide, tall) for chunk in (None, 1)],
-            [nested.batched_jacobian(batch(f))(w, x) for f in (wide, tall)],
-            [batch(nested.laplacian(f))(w, x) for f in (wide, loop)],
+            batch(nested.input_gradient(lambda w, x: tall(w, x)[0]))(w, x),
+            [batch(nested.input_jacobian(f, chunk=chunk))(w, x) for f in (wide, tall) for chunk in (None, 1)],
+            [nested.input_jacobian(batch(f), batched=True)(w, x) for f in (wide, tall)],
+            [batch(nested.input_laplacian(f))(w, x) for f in (wide, loop)],
         )
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "nested.laplacian has no rule")
+        warnings.filterwarnings("ignore", "nested.input_laplacian has no rule")
         sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d")))
         assert_close(sharded(w, x), jax.jit(run)(w, x))
 
 
+# -- Of each sample of a batch -----------------------------------------------------------------------------------------
+
+MLP = eqx.nn.MLP(3, 5, 8, 2, jnp.tanh, key=jax.random.key(0))
+XS = jax.random.normal(jax.random.key(1), (7, 3))
+
+
+def of_batch(f, model=None, batched=True, **options):
+    """The Jacobian of each sample, for f of the samples alone or of the model too."""
+    of = f if model is not None else lambda _, x: f(x)
+    return lambda *args: nested.input_jacobian(of, batched=batched, **options)(model, *args)
+
+
+@pytest.mark.parametrize("outputs", [np.s_[:], np.s_[:, :2], np.s_[:, 0]], ids=["forward", "backward", "one number"])
+def test_it_is_the_jacobian_of_each_sample(outputs):
+    """And its gradient reaches the parameters."""
+    f = lambda model, x: jax.vmap(model)(x)[outputs]
+    by_hand = lambda model, x: jax.vmap(jax.jacfwd(lambda x: f(model, x[None])[0]))(x)
+    loss = lambda of: lambda model: jnp.sum(of(model, XS) ** 2)
+    both = lambda of: (of(MLP, XS), inexact_leaves(tp.grad(loss(of))(MLP)))
+    ours, in_chunks = (nested.input_jacobian(f, batched=True, chunk=chunk) for chunk in (None, 2))
+    got, want, chunked = tp.jit(lambda: [both(ours), both(by_hand), in_chunks(MLP, XS)])()
+    assert got[0].shape == want[0].shape
+    assert_close(got, want, 1e-4)
+    np.testing.assert_allclose(chunked, want[0], 1e-4, 1e-6)
+
+
+def test_a_check_that_finds_nothing_changes_nothing():
+    want = jax.jit(jax.vmap(jax.jacfwd(MLP)))(XS)
+    np.testing.assert_allclose(of_batch(lambda model, x: jax.vmap(model)(x), MLP, "check")(XS), want, 1e-4, 1e-6)
+
+
+def test_batches_of_any_shape_and_rule():
+    f = jax.custom_vjp(lambda x: x**2)
+    f.defvjp(lambda x: (x**2, x), lambda x, g: (2 * x * g,))
+    np.testing.assert_allclose(of_batch(lambda x: jnp.sum(f(x), 1))(XS), 2 * XS, 1e-6)  # backward alone
+    assert of_batch(lambda x: x**2, batched="check")(XS[:0]).shape == (0, 3, 3)
+    assert of_batch(lambda x: jnp.sum(x, axis=1))(XS[:0]).shape == (0, 3)
+
+    of_many = lambda w, x, scale: scale * jnp.einsum("bij,jk->bikj", jnp.sin(x), w)
+    w, x = jnp.ones((4, 2)), jax.random.normal(jax.random.key(0), (2, 3, 4))
+    got = jax.jit(of_batch(of_many, w))(x, 2.0)
+    assert got.shape == (2, 3, 2, 4, 3, 4)
+    want = jax.jit(jax.vmap(jax.jacrev(lambda x: of_many(w, x[None], 2.0)[0])))(x)
+    np.testing.assert_allclose(got, want, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(4, 32), (32, "scalar")])
+def test_operations_are_those_of_the_fewer_sweeps(sizes):
+    """And of the better `vmap` over a function of one sample."""
+    params, rest = tp.partition(eqx.nn.MLP(*sizes, 64, 3, jnp.tanh, key=jax.random.key(0)))
+    x, derivative = jnp.ones((16, sizes[0])), jax.jacrev if sizes[0] == 32 else jax.jacfwd
+    f = lambda params, x: tp.combine(params, rest)(x)
+    whole = nested.input_jacobian(lambda params, x: jax.vmap(f, (None, 0))(params, x), batched=True)
+    assert flops(whole, params, x) <= 1.1 * flops(jax.vmap(derivative(f, 1), (None, 0)), params, x)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [lambda x: x - jnp.mean(x, axis=0, keepdims=True), lambda x: x[::-1], lambda x: x.at[5].add(1e-3 * x[1])],
+    ids=["normalisation", "order", "two of them"],
+)
+def test_what_mixes_samples_is_found_out(f):
+    for of in (f, lambda x: jnp.sum(f(x), 1)):
+        with pytest.raises(ValueError, match=r"f mixes the samples of the batch .*; use jax\.jacobian"):
+            of_batch(of, batched="check")(XS)
+
+
+def test_mixing_is_seen_sample_by_sample_and_in_every_dtype():
+    large = jnp.array([1e5, 1.0, 1.0, 1.0]).reshape(4, 1)
+    slightly = lambda x: large * x + jnp.array([0.0, 0.02, 0.0, 0.0]).reshape(4, 1) * x[2:3]
+    with pytest.raises(ValueError, match="sample 1 with others"):
+        of_batch(slightly, batched="check")(jnp.ones((4, 3)))
+    of_batch(lambda w, x: jnp.tanh(x @ w.T), jnp.cos(XS).astype(jnp.bfloat16), "check")(XS.astype(jnp.bfloat16))
+    of_batch(lambda x: jnp.tanh(x) * jnp.float16(1e-5), batched="check")(jnp.ones((3, 3), jnp.float16))  # subnormal
+
+
+# -- Errors ------------------------------------------------------------------------------------------------------------
+
+times, pair, ONES = (lambda w, x: w * x), (lambda w, x: (x, x)), np.ones(2, np.float32)
+ints = lambda w, x: jnp.argmax(x)
+NO_ARRAY, NO_CHUNK = (
+    "expected f to return a real floating array, got tuple",
+    "chunk must be a whole number of sweeps",
+)
+ERRORS = [
+    (lambda: nested.input_gradient(times)(ONES, ONES), TypeError, r"a scalar, got float32\[2\]; use nested.input_jaco"),
+    (lambda: nested.input_gradient(ints)(ONES, ONES), TypeError, r"return a real floating array, got int32\[\]"),
+    (lambda: nested.input_gradient(pair)(ONES, ONES), TypeError, NO_ARRAY),
+    (lambda: nested.input_gradient(times)(ONES, jnp.arange(2)), TypeError, r"x to be floating, got int32\[2\]; con"),
+    (lambda: nested.input_gradient(times)(ONES, {"a": [jnp.arange(2)]}), TypeError, r"got int32\[2\] at 'a.0'; conver"),
+    (lambda: nested.input_jacobian(times)(ONES, {"x": ONES}), TypeError, "array for x, got dict; for trees use nested"),
+    (lambda: nested.input_jacobian(times)(ONES, ONES.astype(complex)), TypeError, "x to be real and floating, got"),
+    (lambda: nested.input_jacobian(pair)(ONES, ONES), TypeError, NO_ARRAY),
+    (lambda: nested.input_jacobian(times, chunk=0)(ONES, ONES), ValueError, NO_CHUNK),
+    (lambda: nested.input_jacobian(times, batched="yes"), ValueError, "batched must be True, False or 'check', go"),
+    (lambda: of_batch(jnp.sum)(XS), ValueError, r"\(batch, ...\) to \(batch, ...\), got shapes \(7, 3\) and \(\)"),
+    (lambda: of_batch(lambda x: x[0])(XS), ValueError, r"got shapes \(7, 3\) and \(3,\)"),
+    (lambda: of_batch(jnp.sin)(1.0), ValueError, r"got shapes \(\) and \(\)"),
+    (lambda: of_batch(jnp.sin)(jnp.arange(3)), TypeError, "expected x to be real and floating, got int32"),
+    (lambda: of_batch(lambda x: (x,))(XS), TypeError, NO_ARRAY),
+    (lambda: jax.jit(of_batch(jnp.sin, batched="check"))(XS), TypeError, "batched='check' needs values: use it only"),
+    (lambda: of_batch(jnp.sin, chunk=0)(XS), ValueError, NO_CHUNK),
+]  # fmt: skip
+
+
 def test_errors(without_type_checks):
-    f = lambda model, x: model["w"] * x
-    model = {"w": np.ones(2, np.float32)}
-    x = np.ones(2, np.float32)
-    with pytest.raises(TypeError, match=r"expected f to return a scalar, got float32\[2\]; use nested.jacobian"):
-        nested.gradient(f)(model, x)
-    with pytest.raises(TypeError, match=r"expected f to return a real floating array, got int32\[\]"):
-        nested.gradient(lambda model, x: jnp.argmax(x))(model, x)
-    with pytest.raises(TypeError, match="expected f to return a real floating array, got tuple"):
-        nested.gradient(lambda model, x: (x, x))(model, x)
-    with pytest.raises(TypeError, match=r"expected x to be floating, got int32\[2\]; convert it, or pass it in \*args"):
-        nested.gradient(f)(model, jnp.arange(2))
-    with pytest.raises(TypeError, match=r"expected x to be floating, got int32\[2\] at 'a.1'; convert it"):
-        nested.gradient(f)(model, {"a": [x, jnp.arange(2)]})
-    with pytest.raises(TypeError, match=r"expected an array for x, got dict; for trees use nested.gradient"):
-        nested.jacobian(f)(model, {"x": x})
-    with pytest.raises(TypeError, match="expected x to be real and floating, got complex64"):
-        nested.jacobian(f)(model, x.astype(np.complex64))
-    with pytest.raises(TypeError, match="expected f to return a real floating array, got tuple"):
-        nested.jacobian(lambda model, x: (x, x))(model, x)
-    with pytest.raises(ValueError, match="chunk must be a whole number of sweeps, at least 1, got 0"):
-        nested.jacobian(f, chunk=0)
+    for call, error, words in ERRORS:
+        with pytest.raises(error, match=words):
+            call()

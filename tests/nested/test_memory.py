@@ -110,18 +110,18 @@ def test_samples_over_devices():
 
     def run(own, others, model, waves, axis_name):
         def kernel(*samples, **options):
-            return nested.kernel(net, trainable=LAYOUT, axis_name=axis_name, **options)(model, *samples)
+            return nested.kernel(net, LAYOUT, axis_name=axis_name, **options)(model, *samples)
 
-        gradients = lambda **options: nested.per_example_gradients(loss, trainable=LAYOUT, **options)(model, own)
+        gradients = lambda **options: nested.per_example_gradients(loss, LAYOUT, **options)(model, own)
         of_samples = [
-            nested.parameter_jacobian(net, trainable=LAYOUT, chunk=2)(model, own),
+            nested.parameter_jacobian(net, LAYOUT, chunk=2)(model, own),
             nested.parameter_jacobian(phases, mode="complex", chunk=1)(waves, own),
             gradients(),
             gradients(flat=True, chunk=2),
         ]
-        by_columns = nested.parameter_jacobian(many, trainable="b", chunk=2)(waves, own)
+        by_columns = nested.parameter_jacobian(many, "b", chunk=2)(waves, own)
         of_index = lambda model, i: net(model, own[i])
-        captured = nested.parameter_jacobian(of_index, trainable=LAYOUT)(model, jnp.arange(len(own)))
+        captured = nested.parameter_jacobian(of_index, LAYOUT)(model, jnp.arange(len(own)))
         of_pairs = nested.kernel(phases, mode="complex", chunk=2, axis_name=axis_name)(waves, own)
         return (kernel(own, chunk=2), kernel(own, others), of_pairs), (of_samples, by_columns, captured)
 
@@ -140,7 +140,7 @@ def test_samples_over_devices():
 @pytest.mark.parametrize("axes", ["d", ("d", "e")], ids=["one of them", "both"])
 def test_a_kernel_over_a_mesh_of_two_axes(axes):
     mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2, devices=first_devices(4))
-    of = lambda axis_name: lambda model, xs: nested.kernel(net, trainable=LAYOUT, axis_name=axis_name)(model, xs)
+    of = lambda axis_name: lambda model, xs: nested.kernel(net, LAYOUT, axis_name=axis_name)(model, xs)
     sharded = jax.shard_map(of(axes), mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
     assert_close(*jax.jit(lambda *args: (sharded(*args), of(None)(*args)))(MODEL, XS))
 

@@ -287,7 +287,10 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def answering(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            # What a verb returns, such as a gradient's function, answers too; one of the user's is left alone.
+            is_ours = inspect.isfunction(result) and result.__qualname__.startswith(f"{function.__qualname__}.<locals>")
+            return _answering(f"{name}(...)", result) if is_ours else result
         except TypeError:  # only then is it worth a look at the call
             signature = inspect.signature(function)
             try:

@@ -6,10 +6,10 @@ model: `nested.hvp(f)(model, tangent, *args)`, `nested.linearised(f)(model, tang
 sample by sample take samples with a leading axis where f takes one: `nested.parameter_jacobian(f)(model, xs)`,
 `nested.kernel(f)(model, xs, ys)`, `nested.per_example_gradients(f)(model, *batch)`.
 
-`gradient`, `jacobian`, `batched_jacobian` and `laplacian` differentiate a model's output in its input x, the first
-argument after the model. All others differentiate in the trained parameters of a model, in which a tied parameter
-counts once; frozen arrays cost nothing. You may give a tangent as a vector, as of `tp.ravel`, or as a tree, as of
-`tp.grad`, and get the result in the same form.
+Names that begin with `input_` differentiate a model's output in its input x, the first argument after the model. All
+others differentiate in the trained parameters of a model, in which a tied parameter counts once; frozen arrays cost
+nothing, and `trainable` is the second argument, `nested.hessian(f, "layers.1")`. You may give a tangent as a vector, as
+of `tp.ravel`, or as a tree, as of `tp.grad`, and get the result in the same form.
 """
 
 from .._tree.text import answer_calls as _answer_calls
@@ -21,10 +21,9 @@ from ._curvature import (
     hvp as hvp,
 )
 from ._inputs import (
-    batched_jacobian as batched_jacobian,
-    gradient as gradient,
-    jacobian as jacobian,
-    laplacian as laplacian,
+    input_gradient as input_gradient,
+    input_jacobian as input_jacobian,
+    input_laplacian as input_laplacian,
 )
 from ._jacobian import (
     kernel as kernel,

@@ -13,10 +13,11 @@ from jaxtyping import Array, Float
 from .._forms.form import reals_of
 from .._forms.mesh import is_sharded, lay
 from .._slots.layout import Layout, Trainable
+from .._slots.parts import Parts
 from .._tree.structure import is_array
 from .._tree.text import describe, imported
 from .._tree.types import PyTree
-from ._reals import Reals, array_parts, from_reals, given_back, in_reals, loss_of_reals, mapped, of_reals, taken
+from ._reals import Reals, array_parts, from_reals, given_back, in_reals, mapped, of_reals, scalar, taken
 
 
 class Operator(eqx.Module):
@@ -62,7 +63,9 @@ class Operator(eqx.Module):
             tangent: as for `hvp`.
         """
         direction = taken(self.layout, tangent)
-        product = self._linear(_typed_as(direction, self._shardings))
+        leaves, treedef = jax.tree.flatten(direction)
+        placed = [leaf if to is None else lay(leaf, to) for leaf, to in zip(leaves, self._shardings, strict=True)]
+        product = self._linear(treedef.unflatten(placed))
         if self.damping is not None:
             product = jax.tree.map(lambda y, x: y + jnp.asarray(self.damping, y.dtype) * x, product, direction)
         return given_back(self.layout, product, tangent)
@@ -108,7 +111,27 @@ class Operator(eqx.Module):
         Raises:
             ValueError: `chunk` is no count.
         """
-        return _columns(self, chunk, "products", lambda column, i: jnp.sum(column, where=jnp.arange(column.size) == i))
+        return self._columns(chunk, lambda column, i: jnp.sum(column, where=jnp.arange(column.size) == i))
+
+    def matrix(self, *, chunk: int | None = None) -> Float[Array, "n n"]:
+        """Returns the matrix over the real vector of the parameters, damping included, by n products.
+
+        Args:
+            chunk: as for `diagonal`.
+
+        Returns:
+            The matrix, shape `(n, n)`, of which `layout.block` finds the blocks by name.
+
+        Raises:
+            ValueError: `chunk` is no count.
+        """
+        return self._columns(chunk, lambda column, _: column)
+
+    def _columns(self, chunk: int | None, of: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        """Returns `of(column, number)` for each column of the matrix."""
+        block = reals_of(self.layout).blocks[0]
+        one = lambda i: of(self(jax.nn.one_hot(i, block.size, dtype=block.dtype)), i)
+        return mapped(one, jnp.arange(block.size), chunk, "products")
 
     def as_lineax(self, tags: object = None) -> Any:
         """Returns the operator for lineax's solvers, over the real vector of the parameters.
@@ -144,25 +167,15 @@ def _shardings_of(tree: PyTree) -> tuple[Any, ...]:
     return tuple(jax.typeof(leaf).sharding if is_sharded(leaf) else None for leaf in jax.tree.leaves(tree))
 
 
-def _typed_as(tree: PyTree, shardings: tuple[Any, ...]) -> PyTree:
-    """Returns a tree whose arrays have the shardings that `_shardings_of` returned for another tree."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([
-        leaf if to is None else lay(leaf, to) for leaf, to in zip(leaves, shardings, strict=True)
-    ])
-
-
-def _columns(operator: Operator, chunk: int | None, noun: str, of: Callable[[jax.Array, jax.Array], Any]) -> jax.Array:
-    """Returns `of(column, number)` for each column of the matrix over the real vector."""
-    block = reals_of(operator.layout).blocks[0]
-    one = lambda i: of(operator(jax.nn.one_hot(i, block.size, dtype=block.dtype)), i)
-    return mapped(one, jnp.arange(block.size), chunk, noun)
+def _loss_of(f: Callable[..., Any], parts: Parts, *args: object) -> Callable[[Any], Any]:
+    """Returns a loss as a function of the slots in reals."""
+    return lambda reals: scalar(of_reals(f, parts, *args)(reals))
 
 
 def hessian_operator(
-    f: Callable[..., Array], *, damping: ArrayLike | None = None, trainable: Trainable = None
+    f: Callable[..., Array], trainable: Trainable = None, *, damping: ArrayLike | None = None
 ) -> Callable[..., Operator]:
-    """Computes the Hessian of a loss as an operator, linearised once: each product costs the linear operations alone.
+    """Computes the Hessian of a loss over a batch as an operator: linearised once, for many products.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -180,13 +193,13 @@ def hessian_operator(
     If you make it inside the compiled function, as here, it is traced with it once. If you make it outside, it is a
     separate program, and a compiled function that takes it as an argument is compiled again for each.
 
-    You get the diagonal of the Hessian from `operator.diagonal()`, and an operator for lineax's solvers from
-    `operator.as_lineax()`.
+    You get the Hessian and its diagonal from `operator.matrix()` and `operator.diagonal()`, and an operator for
+    lineax's solvers from `operator.as_lineax()`.
 
     Args:
         f: called as `f(model, *args)`, returns a scalar.
-        damping: a number or traced scalar added to the diagonal; `None`: nothing.
         trainable: as for `hvp`.
+        damping: a number or traced scalar added to the diagonal; `None`: nothing.
 
     Returns:
         A function of `(model, *args)` that returns an `Operator`, from vectors or trees to the same.
@@ -199,7 +212,7 @@ def hessian_operator(
     def operator(model: PyTree, *args: object) -> Operator:
         parts = array_parts(model, trainable)
         slots = in_reals(parts.slots)
-        _, linear = jax.linearize(jax.grad(loss_of_reals(f, parts, *args)), slots)
+        _, linear = jax.linearize(jax.grad(_loss_of(f, parts, *args)), slots)
         return Operator(linear, damping, parts.layout, _shardings_of(slots))
 
     return operator
@@ -208,11 +221,11 @@ def hessian_operator(
 def ggn_operator(
     f: Callable[..., PyTree],
     loss: Callable[[Any], Array],
+    trainable: Trainable = None,
     *,
     damping: ArrayLike | None = None,
-    trainable: Trainable = None,
 ) -> Callable[..., Operator]:
-    """Computes the generalised Gauss-Newton matrix `J^T H J` as an operator, linearised once.
+    """Computes the generalised Gauss-Newton matrix `J^T H J` of a batch as an operator, linearised once.
 
     J is the Jacobian of the outputs in the parameters, H the exact Hessian of the loss in the outputs. If H is positive
     semi-definite, as for squared errors and cross-entropies, so is the product, which the Hessian of a network is not
@@ -226,11 +239,11 @@ def ggn_operator(
     Array([4., 2.], dtype=float32)
 
     Args:
-        f: called as `f(model, *args)`, returns the outputs, an array or a tree of arrays; complex ones count as pairs
-            of reals.
+        f: called as `f(model, *args)`, returns the outputs for the batch, an array or a tree of arrays; complex ones
+            count as pairs of reals.
         loss: called as `loss(outputs)`, returns a scalar.
-        damping: as for `hessian_operator`.
         trainable: as for `hvp`.
+        damping: as for `hessian_operator`.
 
     Returns:
         A function of `(model, *args)` that returns an `Operator`, from vectors or trees to the same.
@@ -256,14 +269,14 @@ def _gauss_newton(forward: Callable[[Any], Any], curvature: Callable[[Any], Any]
     return product
 
 
-def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[..., PyTree]:
-    """Computes the product of a loss's Hessian with a tangent, forward over reverse.
+def hvp(f: Callable[..., Array], trainable: Trainable = None) -> Callable[..., PyTree]:
+    """Computes the product of the Hessian of a loss over a batch with a tangent, forward over reverse.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
     >>> model = {"w": jnp.array([1.0, 2.0]), "frozen": jnp.ones(1)}
     >>> loss = lambda model, x: x * jnp.sum(model["w"] ** 3) * model["frozen"][0]
-    >>> product = nested.hvp(loss, trainable="w")
+    >>> product = nested.hvp(loss, "w")
     >>> product(model, jnp.array([1.0, 1.0]), 2.0)
     Array([12., 24.], dtype=float32)
     >>> product(model, {"w": jnp.array([1.0, 0.0])}, 2.0)["w"]
@@ -296,7 +309,7 @@ def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[...
 
     def product(model: PyTree, tangent: PyTree, *args: object) -> PyTree:
         parts = array_parts(model, trainable)
-        gradient = jax.grad(loss_of_reals(f, parts, *args))
+        gradient = jax.grad(_loss_of(f, parts, *args))
         _, change = jax.jvp(gradient, (in_reals(parts.slots),), (taken(parts.layout, tangent),))
         return given_back(parts.layout, change, tangent)
 
@@ -304,9 +317,9 @@ def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[...
 
 
 def hessian(
-    f: Callable[..., Array], *, chunk: int | None = None, trainable: Trainable = None
+    f: Callable[..., Array], trainable: Trainable = None, *, chunk: int | None = None
 ) -> Callable[..., Float[Array, "n n"]]:
-    """Computes the Hessian of a loss over the vector of the trained parameters.
+    """Computes the Hessian of a loss over a batch as a matrix over the vector of the trained parameters.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -320,8 +333,8 @@ def hessian(
 
     Args:
         f: called as `f(model, *args)`, returns a scalar.
-        chunk: how many columns are computed at once, which bounds the memory; `None`: all.
         trainable: as for `hvp`.
+        chunk: how many columns are computed at once, which bounds the memory; `None`: all.
 
     Returns:
         A function of `(model, *args)` that returns the matrix, shape `(n, n)` with n the length of the vector; its
@@ -331,9 +344,8 @@ def hessian(
         ValueError: when called: `chunk` is no count; as `tp.layout`.
         TypeError: when called: as `hvp`.
     """
-    operator = hessian_operator(f, trainable=trainable)
 
     def matrix(model: PyTree, *args: object) -> jax.Array:
-        return _columns(operator(model, *args), chunk, "columns", lambda column, _: column)
+        return hessian_operator(f, trainable)(model, *args).matrix(chunk=chunk)
 
     return matrix

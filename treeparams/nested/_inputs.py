@@ -1,8 +1,8 @@
 """Derivatives of a model's output in its input, for losses that contain them.
 
-`laplacian` evaluates a program with the Jacobian and the Laplacian of each intermediate result beside its value. If
-`y = g(z)` and z is known to second order, the Jacobian is `g' J` and the Laplacian `g' l + sum_i g''[J_i, J_i]`: all
-second derivatives are summed as soon as they arise (Li et al., 2024, "A computational framework for neural
+`input_laplacian` evaluates a program with the Jacobian and the Laplacian of each intermediate result beside its value.
+If `y = g(z)` and z is known to second order, the Jacobian is `g' J` and the Laplacian `g' l + sum_i g''[J_i, J_i]`:
+all second derivatives are summed as soon as they arise (Li et al., 2024, "A computational framework for neural
 network-based variational Monte Carlo with Forward Laplacian"). Only the last term needs a rule for each primitive.
 """
 
@@ -19,36 +19,37 @@ from jaxtyping import Array
 
 from .._programs import Kind, Walk, bind, derivative, is_floating, is_linear, kind_of, operation_name, programs
 from .._tree.structure import structure_of
-from .._tree.text import count_of, describe, warn
+from .._tree.text import describe, warn
 from .._tree.types import PyTree
-from ._reals import basis, in_sweeps, output, real_array
+from ._reals import basis, in_sweeps, output, result
 
+_ONE_POINT = "one point x (for many map what nested returns: jax.vmap(nested.input_gradient(f), (None, 0)))"
 _LONGEST = 32  # chains that branch off at each step would be replayed from their root each time
 
 
 @overload
-def laplacian(f: Callable[..., Array], *, full: Literal[False] = False) -> Callable[..., Array]: ...
+def input_laplacian(f: Callable[..., Array], *, full: Literal[False] = False) -> Callable[..., Array]: ...
 
 
 @overload
-def laplacian(f: Callable[..., Array], *, full: Literal[True]) -> Callable[..., tuple[Array, Array, Array]]: ...
+def input_laplacian(f: Callable[..., Array], *, full: Literal[True]) -> Callable[..., tuple[Array, Array, Array]]: ...
 
 
-def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., Any]:
-    """Computes the Laplacian of `f(model, x, *args)` in x, the trace of its Hessian, for use in a loss.
+def input_laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., Any]:
+    """Computes the Laplacian of `f(model, x, *args)` in x, for one point x: the trace of the Hessian, for a loss.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
     >>> f = lambda model, x: jnp.sin(model["k"] * x[0]) * jnp.exp(x[1])
     >>> model, x = {"k": jnp.array(2.0)}, jnp.array([0.5, 0.0])
-    >>> print(f"{nested.laplacian(f)(model, x):.3f}")  # (1 - k^2) sin(k x_0)
+    >>> print(f"{nested.input_laplacian(f)(model, x):.3f}")  # (1 - k^2) sin(k x_0)
     -2.524
-    >>> print(f"{tp.grad(nested.laplacian(f))(model, x)['k']:.3f}")
+    >>> print(f"{tp.grad(nested.input_laplacian(f))(model, x)['k']:.3f}")
     -4.176
 
     Value, Jacobian and Laplacian go forward together through the program (Li et al., 2024, "Forward Laplacian"), which
-    takes about half the operations of the Hessian's trace. It works on one point; `jax.vmap(laplacian(f), (None, 0))`
-    takes many. It has rules for:
+    takes about half the operations of the Hessian's trace. It works on one point; for many write
+    `jax.vmap(nested.input_laplacian(f), (None, 0))`. It has rules for:
 
     - linear and piecewise linear operations: sums, reshapes, slices, gathers, padding, `max`, `sort`, `where`;
     - products: `dot_general`, convolutions, `mul`;
@@ -74,15 +75,15 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
     """
 
     def of(model: PyTree, x: object, *args: object) -> Any:
-        x = real_array(x)
-        closed = jax.make_jaxpr(lambda x: output(f(model, x, *args), "floating or complex"))(x)
+        x = _real_array(x)
+        closed = jax.make_jaxpr(lambda x: output(result(f, _ONE_POINT, model, x, *args), "floating or complex"))(x)
         forward = _Forward()
         y = _series(*forward.run(closed, [_Series(x, basis(x), jnp.zeros_like(x))]))
         if forward.unknown:
             names = ", ".join(sorted(forward.unknown))
             warn(
-                f"nested.laplacian has no rule for {names}: the result is exact, but takes one second derivative of "
-                "that part per entry of the input"
+                f"nested.input_laplacian has no rule for {names}: the result is exact, but takes one second derivative "
+                "of that part per entry of the input"
             )
         if not isinstance(y, _Series):  # it does not depend on x
             aval: Any = closed.out_avals[0]
@@ -309,15 +310,15 @@ def _is_within(eqn: JaxprEqn, shape: tuple[int, ...], rules: int = 2) -> bool:
 _ROUNDING = 16  # units of the dtype that a sample's output may differ by; in most programs it differs by nothing
 
 
-def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
-    """Computes the gradient of `f(model, x, *args)` in x, for use in a loss.
+def input_gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
+    """Computes the gradient of `f(model, x, *args)` in x, for one point x, for use in a loss.
 
     The gradient of that loss reaches all parameters of the model, arrays that f captured, x and the other arguments.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
     >>> energy = lambda model, x: model["k"] * jnp.sum(x**2)
-    >>> force = nested.gradient(energy)
+    >>> force = nested.input_gradient(energy)
     >>> model, x = {"k": jnp.array(2.0), "frozen": jnp.ones(1)}, jnp.array([1.0, 3.0])
     >>> force(model, x)
     Array([ 4., 12.], dtype=float32)
@@ -327,9 +328,10 @@ def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
 
     It is `jax.grad` in x, so the gradient of the loss is reverse over reverse; for the cost of other orders see "A
     derivative in a loss" in the documentation. The model may be a bound method of a Module or a
-    `jax.tree_util.Partial`, which carry their parameters: `nested.gradient(lambda energy, x: energy(x))(net.energy,
-    x)`. It works on one point; `jax.vmap(force, (None, 0))` takes many, or use `batched_jacobian` if you only have f
-    for a batch.
+    `jax.tree_util.Partial`, which carry their parameters:
+    `nested.input_gradient(lambda energy, x: energy(x))(net.energy, x)`. It works on one point;
+    `jax.vmap(force, (None, 0))` takes many. If you only have f for a batch, use
+    `nested.input_jacobian(f, batched=True)`.
 
     Args:
         f: called as `f(model, x, *args)`, once, returns a scalar.
@@ -348,109 +350,95 @@ def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
                 got = describe(leaf) + (f" at {path!r}" if path else "")
                 raise TypeError(f"expected x to be floating, got {got}; convert it, or pass it in *args")
 
-        def scalar(x: PyTree) -> Any:
-            y = output(f(model, x, *args))
+        def of_x(x: PyTree) -> Any:
+            y = output(result(f, _ONE_POINT, model, x, *args))
             if y.shape:
-                raise TypeError(f"expected f to return a scalar, got {describe(y)}; use nested.jacobian")
+                raise TypeError(
+                    f"expected f to return a scalar, got {describe(y)}; use nested.input_jacobian, for one number per "
+                    "sample of a batch with batched=True"
+                )
             return y
 
-        return jax.grad(scalar)(jax.tree.map(jnp.asarray, x))
+        return jax.grad(of_x)(jax.tree.map(jnp.asarray, x))
 
     return of
 
 
-def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[..., Array]:
-    """Computes the Jacobian of `f(model, x, *args)` in x, for use in a loss.
+def input_jacobian(
+    f: Callable[..., Array], *, batched: bool | Literal["check"] = False, chunk: int | None = None
+) -> Callable[..., Array]:
+    """Computes the Jacobian of `f(model, x, *args)` in x, for one point x or each of a batch, for use in a loss.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
     >>> f = lambda model, x: model["w"] @ x**2
     >>> model, x = {"w": jnp.array([[1.0, 2.0], [0.0, 1.0]])}, jnp.array([1.0, 3.0])
-    >>> nested.jacobian(f)(model, x)
+    >>> nested.input_jacobian(f)(model, x)
     Array([[ 2., 12.],
            [ 0.,  6.]], dtype=float32)
-    >>> tp.grad(lambda model: jnp.trace(nested.jacobian(f)(model, x)))(model)["w"]
+    >>> tp.grad(lambda model: jnp.trace(nested.input_jacobian(f)(model, x)))(model)["w"]
     Array([[2., 0.],
            [0., 6.]], dtype=float32)
 
     If x has no more entries than the output, it goes by columns, one forward sweep for each entry of x; otherwise by
     rows, one backward sweep for each entry of the output.
 
-    Args:
-        f: called as `f(model, x, *args)` with an array x, once, returns an array.
-        chunk: how many sweeps are done at once, which bounds the memory; `None`: all.
+    With `batched=True`, for an f that you only have for a batch, you get the Jacobian of each sample's output in its
+    own input; if f returns one number per sample, that is the gradient of each, by one backward pass:
 
-    Returns:
-        A function of `(model, x, *args)` that returns the Jacobian, shape `(*out, *in)`.
-
-    Raises:
-        ValueError: `chunk` is no count.
-        TypeError: when called: x or the output is no real floating array.
-    """
-    if chunk is not None:
-        count_of("chunk", chunk, "sweeps")
-
-    def of(model: PyTree, x: object, *args: object) -> jax.Array:
-        return in_sweeps(lambda x: output(f(model, x, *args)), real_array(x), chunk)
-
-    return of
-
-
-def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check: bool = False) -> Callable[..., Array]:
-    """Computes the Jacobian of each sample's output in its own input, for a function that you only have for a batch.
-
-    >>> import jax.numpy as jnp
-    >>> from treeparams import nested
-    >>> model, xs = {"k": jnp.array(2.0)}, jnp.array([[1.0, 2.0], [3.0, 4.0]])
-    >>> nested.batched_jacobian(lambda model, xs: model["k"] * xs**2)(model, xs)[1]
-    Array([[12.,  0.],
-           [ 0., 16.]], dtype=float32)
-
-    If f returns one number per sample, it is the gradient of each, by one backward pass:
-
-    >>> nested.batched_jacobian(lambda model, xs: jnp.sum(model["k"] * xs**2, axis=1))(model, xs)
+    >>> f = lambda model, xs: jnp.sum(model["k"] * xs**2, axis=1)
+    >>> nested.input_jacobian(f, batched=True)({"k": jnp.array(2.0)}, jnp.array([[1.0, 2.0], [3.0, 4.0]]))
     Array([[ 4.,  8.],
            [12., 16.]], dtype=float32)
 
     The Jacobian over the whole batch has a block per pair of samples; if samples do not mix, all but the diagonal
-    blocks are zero. So one direction serves all samples at once: forward, one for each entry of a sample's input, or
-    backward, one for each entry of its output, whichever are fewer. This takes as many operations as
-    `jax.vmap(jax.jacfwd(f))`, or `jacrev`, which gives the same if f is written for one sample.
+    blocks are zero. So one direction serves all samples at once, which takes as many operations as
+    `jax.vmap(jax.jacfwd(f))`, or `jacrev`, of an f for one sample.
 
     Args:
-        f: called as `f(model, x, *args)` with x of shape `(batch, *in)`, returns `(batch, *out)`; each output must
-            depend only on its sample's input (no normalisation over the batch).
+        f: called as `f(model, x, *args)` with an array x, once, returns an array. If batched, x is of shape
+            `(batch, *in)`, the result of shape `(batch, *out)`, and each output must depend only on its sample's input
+            (no normalisation over the batch).
+        batched: whether the first axis is that of samples. `"check"`: and f is checked to mix no two of them, with one
+            sweep for each binary digit of their number. The check needs values, so it does not work inside of a trace.
         chunk: how many sweeps are done at once, which bounds the memory; `None`: all.
-        check: whether to check that f mixes no two samples, with one sweep for each binary digit of their number. The
-            check needs values, so it does not work inside of a trace.
 
     Returns:
-        A function of `(model, x, *args)` that returns the Jacobians, shape `(batch, *out, *in)`.
+        A function of `(model, x, *args)` that returns the Jacobian, shape `(*out, *in)`, or `(batch, *out, *in)`.
 
     Raises:
-        ValueError: `chunk` is no count; when called: x or the output has no batch axis, or another batch size;
-            `check=True` and f mixes samples.
-        TypeError: when called: x or the output is no real floating array; `check=True` inside of a trace.
+        ValueError: there is no such `batched`; when called: `chunk` is no count; x or the output has no batch axis, or
+            another batch size; `batched="check"` and f mixes samples.
+        TypeError: when called: x or the output is no real floating array; `batched="check"` inside of a trace.
     """
-    if chunk is not None:
-        count_of("chunk", chunk, "sweeps")
+    if batched not in (False, True, "check"):
+        raise ValueError(f"batched must be True, False or 'check', got {batched!r}")
+    given = "a batch, with batched=True" if batched else _ONE_POINT
 
     def of(model: PyTree, x: object, *args: object) -> jax.Array:
-        x = real_array(x)
-        if x.ndim == 0:
-            raise ValueError("expected samples of shape (batch, ...), got a scalar")
+        x = _real_array(x)
 
         def of_x(x: jax.Array) -> jax.Array:
-            y = output(f(model, x, *args))
-            if y.shape[:1] != x.shape[:1]:
-                raise ValueError(f"expected f to return ({len(x)}, ...), one output per sample, got shape {y.shape}")
+            y = output(result(f, given, model, x, *args))
+            if batched and (x.shape[:1] != y.shape[:1] or x.shape == ()):
+                raise ValueError(f"expected f from (batch, ...) to (batch, ...), got shapes {x.shape} and {y.shape}")
             return y
 
-        if check:
+        if batched == "check":
             _check_independence(of_x, x)
-        return in_sweeps(of_x, x, chunk, batch=1)
+        return in_sweeps(of_x, x, chunk, batch=int(bool(batched)))
 
     return of
+
+
+def _real_array(x: object) -> jax.Array:
+    """Returns an input as an array, if it is a real floating one."""
+    if not hasattr(x, "dtype") and not isinstance(x, float):
+        raise TypeError(f"expected an array for x, got {type(x).__name__}; for trees use nested.input_gradient")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"expected x to be real and floating, got {x.dtype}")
+    return x
 
 
 def _check_independence(f: Callable[[Any], jax.Array], x: jax.Array) -> None:
@@ -460,7 +448,7 @@ def _check_independence(f: Callable[[Any], jax.Array], x: jax.Array) -> None:
     _, push = jax.linearize(f, x)
     together = push(direction)
     if isinstance(together, Tracer):
-        raise TypeError("check=True needs values: use it only outside of jit, vmap and grad")
+        raise TypeError("batched='check' needs values: use it only outside of jit, vmap and grad")
     number, eps = np.arange(len(x)), float(jnp.finfo(together.dtype).eps)
     for digit in range((len(x) - 1).bit_length()):
         signs = 1 - 2 * (number >> digit & 1)

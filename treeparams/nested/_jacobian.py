@@ -10,21 +10,22 @@ import numpy as np
 from jaxtyping import Array, Inexact
 
 from .._forms.form import reals_of, vector_of
-from .._forms.mesh import replicated
+from .._forms.mesh import replicated, result_varies, vary, varying
 from .._slots.layout import Trainable
 from .._tree.text import count_of
 from .._tree.types import PyTree, common_dtype, is_complex, widened
 from ._reals import (
+    ONE_SAMPLE,
     Reals,
     array_parts,
     basis,
     in_reals,
     in_sweeps,
-    length_of,
     mapped,
     of_reals,
     output,
-    own_copies,
+    result,
+    scalar,
     taken,
 )
 
@@ -32,9 +33,9 @@ Mode = Literal["real", "complex", "holomorphic"]
 
 
 def parameter_jacobian(
-    f: Callable[..., Array], *, chunk: int | None = None, mode: Mode = "real", trainable: Trainable = None
+    f: Callable[..., Array], trainable: Trainable = None, *, chunk: int | None = None, mode: Mode = "real"
 ) -> Callable[..., Inexact[Array, "samples outputs n"]]:
-    """Computes the Jacobian of `f(model, x)` in the trained parameters, for each sample x.
+    """Computes the Jacobian of `f(model, x)`, for one sample x, in the trained parameters, at each sample of a batch.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -60,13 +61,13 @@ def parameter_jacobian(
 
     Args:
         f: called as `f(model, x)` for one sample, returns an array of any shape.
+        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         chunk: how many samples are differentiated at once. Beside the result, nothing is then larger than their rows,
             `(chunk, outputs, n)`, and the values in f itself; `None`: all.
         mode: `"real"`: f is real. `"complex"`: f may be complex, and counts as twice as many real outputs, first all
             real parts, then all imaginary ones, as variational Monte Carlo needs. In both modes a complex parameter is
             a pair of reals. `"holomorphic"`: f and the parameters are complex, and the derivative is the complex one; f
             must be holomorphic in them, which is not checked.
-        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
         A function of `(model, xs)`, with xs a tree of arrays with one leading axis, the samples. It returns the
@@ -83,11 +84,30 @@ def parameter_jacobian(
     """
 
     def jacobian(model: PyTree, xs: PyTree) -> jax.Array:
-        length_of(xs)
+        _length_of(xs)
         of = _Outputs(f, model, xs, mode, trainable)
         return mapped(of.rows, xs, chunk, "samples")
 
     return jacobian
+
+
+def _length_of(batch: PyTree) -> int:
+    """Returns how many samples there are in a tree of arrays with one leading axis in common."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) != 1 or () in lengths:
+        raise ValueError(f"expected a batch of arrays with one leading axis in common, got shapes {shapes}")
+    return shapes[0][0]
+
+
+def _own_copies(f: Callable[[Any], Any], slots: Reals) -> Reals:
+    """Returns the slots as types that vary over devices as `f(slots)` does, inside of a `jax.shard_map`.
+
+    If slots are the same on all devices, JAX sums each gradient over the devices. The gradient of one example must be
+    of that example alone.
+    """
+    axes = result_varies(f, slots)
+    return jax.tree.map(lambda leaf: vary(leaf, axes - varying(jax.typeof(leaf))), slots)
 
 
 class _Outputs:
@@ -109,11 +129,11 @@ class _Outputs:
                     f"mode='holomorphic' needs complex parameters, and {real.path!r} is {real.dtype}; freeze it, or "
                     "use mode='complex'"
                 )
-        self.slots = own_copies(lambda slots: jax.vmap(lambda x: self(slots, x))(batch), slots)
+        self.slots = _own_copies(lambda slots: jax.vmap(lambda x: self(slots, x))(batch), slots)
 
     def __call__(self, slots: Reals, x: PyTree) -> jax.Array:
         """Returns the outputs of one sample."""
-        y = output(of_reals(self._f, self._parts, x)(slots), "floating or complex")
+        y = output(of_reals(self._f, self._parts, x, given=ONE_SAMPLE)(slots), "floating or complex")
         if self.mode == "real" and is_complex(y.dtype):
             raise TypeError(
                 f"f returns {y.dtype}; mode='complex' gives the derivatives of its real and imaginary parts, "
@@ -131,8 +151,8 @@ class _Outputs:
         return in_sweeps(of_vector, vector, None).astype(self.dtype)
 
 
-def linearised(f: Callable[..., PyTree], *, trainable: Trainable = None) -> Callable[..., PyTree]:
-    """Linearises `f` near the parameters of a model: its value plus its derivative along a direction.
+def linearised(f: Callable[..., PyTree], trainable: Trainable = None) -> Callable[..., PyTree]:
+    """Linearises `f`, of a sample or a batch, near the parameters of a model: value plus derivative along a direction.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
@@ -168,9 +188,11 @@ def linearised(f: Callable[..., PyTree], *, trainable: Trainable = None) -> Call
 
 
 def per_example_gradients(
-    f: Callable[..., Array], *, chunk: int | None = None, flat: bool = False, trainable: Trainable = None
+    f: Callable[..., Array], trainable: Trainable = None, *, chunk: int | None = None, flat: bool = False
 ) -> Callable[..., PyTree]:
-    """Computes the gradient of a loss for each example of a batch: for private training, influence, the Fisher matrix.
+    """Computes the gradient of a loss `f(model, *example)`, for one example, at each example of a batch.
+
+    Private training, influence functions and the Fisher matrix need them.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -192,9 +214,9 @@ def per_example_gradients(
 
     Args:
         f: called as `f(model, *example)`, returns a scalar.
+        trainable: as for `hvp`.
         chunk: how many examples are differentiated at once, which bounds the memory of the backward pass; `None`: all.
         flat: whether to return a matrix.
-        trainable: as for `hvp`.
 
     Returns:
         A function of `(model, *batch)`, trees of arrays with one leading axis, the examples. It returns the canonical
@@ -208,14 +230,14 @@ def per_example_gradients(
     """
 
     def gradients(model: PyTree, *batch: PyTree) -> PyTree:
-        length_of(batch)
+        _length_of(batch)
         parts = array_parts(model, trainable)
         joined = vector_of(parts.layout).join if flat else parts.canonical
 
         def of(slots: tuple[jax.Array, ...], example: tuple[PyTree, ...]) -> jax.Array:
-            return f(parts.model(slots), *example)
+            return scalar(result(f, ONE_SAMPLE, parts.model(slots), *example))
 
-        slots = own_copies(lambda slots: jax.vmap(of, (None, 0))(slots, batch), parts.slots)
+        slots = _own_copies(lambda slots: jax.vmap(of, (None, 0))(slots, batch), parts.slots)
         return mapped(lambda example: joined(jax.grad(of)(slots, example)), batch, chunk, "examples")
 
     return gradients
@@ -226,13 +248,13 @@ def per_example_gradients(
 
 def kernel(
     f: Callable[..., Array],
+    trainable: Trainable = None,
     *,
     axis_name: Hashable = None,
     chunk: int | None = None,
     mode: Mode = "real",
-    trainable: Trainable = None,
 ) -> Callable[..., Inexact[Array, "rows columns"]]:
-    """Computes the product `J J^T` of Jacobians in the trained parameters: the empirical tangent kernel.
+    """Computes `J J^T` over a batch, the empirical tangent kernel, of `f(model, x)` for one sample x.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
@@ -242,24 +264,24 @@ def kernel(
     Array([[2., 2.],
            [2., 3.]], dtype=float32)
 
-    It is the matrix of MinSR (Chen and Heyl, 2024), of Gaussian processes from networks (Jacot et al., 2018) and of
-    Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter. Up to 2**26 elements of
-    J, all rows are computed at once. A larger J is never in memory: it is computed in blocks of as many rows as there
-    are samples, or of `chunk` rows, and beside the result and the values in f itself no array is larger than these rows
-    of the largest parameter. The price: the backward pass is repeated for each pair of blocks. That is little beside
-    the products of dense weights, and much for convolutions.
+    J is the Jacobian in the trained parameters. It is the matrix of MinSR (Chen and Heyl, 2024), of Gaussian processes
+    from networks (Jacot et al., 2018) and of Gauss-Newton steps with fewer outputs than parameters. It is summed
+    parameter by parameter. Up to 2**26 elements of J, all rows are computed at once. A larger J is never in memory: it
+    is computed in blocks of as many rows as there are samples, or of `chunk` rows, and beside the result and the values
+    in f itself no array is larger than these rows of the largest parameter. The price: the backward pass is repeated
+    for each pair of blocks. That is little beside the products of dense weights, and much for convolutions.
 
     Call it within `jax.jit`: its loops are compiled anew at each call outside. On a mesh with explicit axes, samples
     and parameters are first brought together on each device; to share the work, use `axis_name`.
 
     Args:
         f: called as `f(model, x)` for one sample, returns an array of any shape.
+        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         axis_name: the axis of a mesh along which the samples lie, inside of `jax.shard_map`. Each device passes its own
             samples, xs and ys, and gets the kernel of all.
         chunk: how many rows of J are computed at once, each of one output of one sample, which bounds the memory;
             `None`: all, if J has at most 2**26 elements, else as many as there are samples.
         mode: as for `parameter_jacobian`; `"holomorphic"` gives `J J^H`.
-        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
         A function of `(model, xs, ys)`, where xs is a tree of arrays with one leading axis, the samples; ys are those
@@ -275,7 +297,7 @@ def kernel(
     """
 
     def matrix(model: PyTree, xs: PyTree, ys: PyTree | None = None) -> jax.Array:
-        samples = length_of(xs)
+        samples = _length_of(xs)
         of = _Outputs(f, model, xs, mode, trainable)
         of.slots = jax.tree.map(replicated, of.slots)  # rows of all samples are multiplied with one another
         size = None if chunk is None else count_of("chunk", chunk, "rows")
@@ -283,7 +305,7 @@ def kernel(
         if ys is not None or axis_name is not None:
             ys = xs if ys is None else ys
             every = ys if axis_name is None else jax.lax.all_gather(ys, axis_name, tiled=True)
-            right = _JacobianRows(of, every, size, length_of(ys))  # as many at once as one device has
+            right = _JacobianRows(of, every, size, _length_of(ys))  # as many at once as one device has
         product = _kernel_of(left, right, widened(of.dtype))
         return product if axis_name is None else _of_all_devices(product, axis_name)
 
@@ -298,7 +320,7 @@ class _JacobianRows:
 
     def __init__(self, of: _Outputs, samples: PyTree, at_once: int | None, unless_all: int) -> None:
         self.outputs = jax.eval_shape(jax.vmap(lambda x: of(of.slots, x)), samples).shape[1]
-        self.count = length_of(samples) * self.outputs
+        self.count = _length_of(samples) * self.outputs
         is_small = self.count * sum(leaf.size for leaf in jax.tree.leaves(of.slots)) <= _ALL
         most = at_once or (self.count if is_small else unless_all)
         self.blocks = max(1, -(-self.count // max(1, most)))
@@ -336,10 +358,8 @@ def _kernel_of(left: _JacobianRows, right: _JacobianRows, dtype: np.dtype) -> ja
         return jnp.zeros((left.count, right.count), dtype)
 
     def product(rows: list[jax.Array], others: list[jax.Array]) -> jax.Array:
-        total = jnp.zeros((left.size, right.size), dtype)
-        for a, b in zip(rows, others, strict=True):
-            total += jnp.matmul(a, b.conj().T, preferred_element_type=dtype)
-        return total
+        each = (jnp.matmul(a, b.conj().T, preferred_element_type=dtype) for a, b in zip(rows, others, strict=True))
+        return sum(each, jnp.zeros((left.size, right.size), dtype))
 
     def across(i: int | jax.Array) -> jax.Array:
         rows = left.block(i)

@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float
 
 from .._forms.form import reals_of, vector_of
-from .._forms.mesh import first_axis_whole, is_explicit, lay, result_varies, vary, varying
+from .._forms.mesh import first_axis_whole, is_explicit, lay, vary, varying
 from .._slots.layout import Layout, Trainable, index_of
 from .._slots.match import per_slot, slot_gradients
 from .._slots.parts import Parts, Rest, put_together, take_apart
@@ -53,46 +53,37 @@ def array_parts(model: PyTree, trainable: Trainable) -> Parts:
     return Parts(tuple(map(jnp.asarray, parts.slots)), parts.rest)
 
 
-def of_reals(f: Callable[..., Any], parts: Parts, *args: object) -> Callable[[Any], Any]:
-    """Returns `f(model, *args)` as a function of the slots in reals."""
+ONE_SAMPLE = "one sample (of a function of a batch make lambda model, x: f(model, x[None])[0])"
+
+
+def result(f: Callable[..., Any], given: str, model: PyTree, *args: PyTree) -> Any:
+    """Returns `f(model, *args)`, of which an error also says what f is given."""
     if not callable(f):
         raise TypeError(f"expected a function of the model, got {describe(f)}; write nested.hessian(loss)(model, x)")
-    return lambda reals: f(parts.model(from_reals(reals)), *args)
+    try:
+        return f(model, *args)
+    except (TypeError, ValueError) as error:
+        error.add_note(f"f gets {given}; its arguments have shapes {list(map(jnp.shape, jax.tree.leaves(args)))}")
+        raise
 
 
-def loss_of_reals(f: Callable[..., Any], parts: Parts, *args: object) -> Callable[[Any], Any]:
-    """Returns the same for a loss, which must return a scalar."""
-    of = of_reals(f, parts, *args)
-
-    def loss(reals: Any) -> Any:
-        value = of(reals)
-        if getattr(value, "shape", ()) != ():
-            raise TypeError(f"expected f to return a scalar, got {describe(value)}; write jnp.mean(...) of it")
-        return value
-
-    return loss
+def scalar(value: Any) -> Any:
+    """Returns the result of a loss, if it is one number."""
+    if getattr(value, "shape", ()) != ():
+        raise TypeError(f"expected f to return a scalar, got {describe(value)}; write jnp.mean(...) of it")
+    return value
 
 
-def own_copies(f: Callable[[Any], Any], slots: Reals) -> Reals:
-    """Returns the slots as types that vary over devices as `f(slots)` does, inside of a `jax.shard_map`.
-
-    If slots are the same on all devices, JAX sums each gradient over the devices. The gradient of one example must be
-    of that example alone.
-    """
-    axes = result_varies(f, slots)
-    return jax.tree.map(lambda leaf: vary(leaf, axes - varying(jax.typeof(leaf))), slots)
+def of_reals(f: Callable[..., Any], parts: Parts, *args: object, given: str = "all you pass") -> Callable[[Any], Any]:
+    """Returns `f(model, *args)` as a function of the slots in reals."""
+    return lambda reals: result(f, given, parts.model(from_reals(reals)), *args)
 
 
 # -- Tangents ----------------------------------------------------------------------------------------------------------
 
 
-def _as_vector(layout: Layout, reals: Reals) -> jax.Array:
-    """Returns the real vector of one value per slot in reals."""
-    return reals_of(layout).join(jax.tree.leaves(reals))
-
-
 def _from_vector(layout: Layout, vector: jax.Array | np.ndarray) -> Reals:
-    """Inverts `_as_vector`."""
+    """Returns one value per slot in reals of a real vector."""
     if index_of(layout).complex_slots and jnp.iscomplexobj(vector):
         raise TypeError(
             "expected a real vector, with complex parameters as pairs of reals (nested.real_vector), "
@@ -131,7 +122,7 @@ def given_back(layout: Layout, reals: Reals, tangent: PyTree) -> PyTree:
     if shape == (layout.size,):
         return _no_narrower(vector_of(layout).join(from_reals(reals)), tangent)
     if shape == (reals_of(layout).blocks[0].size,):
-        return _no_narrower(_as_vector(layout, reals), tangent)
+        return _no_narrower(reals_of(layout).join(jax.tree.leaves(reals)), tangent)
     index = index_of(layout)
     entries = per_slot(index, tangent, "first")
     return index.canonical(list(map(_no_narrower, from_reals(reals), entries)), index.structure.treedef)
@@ -171,7 +162,8 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
         TypeError: as `tp.layout`.
     """
     parts = array_parts(model, trainable)
-    return _as_vector(parts.layout, in_reals(parts.slots)), jtu.Partial(_restructured, parts.rest)
+    vector = reals_of(parts.layout).join(jax.tree.leaves(in_reals(parts.slots)))
+    return vector, jtu.Partial(_restructured, parts.rest)
 
 
 def _restructured(rest: Rest[Any], vector: jax.Array | np.ndarray) -> Any:
@@ -252,25 +244,6 @@ def basis(like: jax.Array) -> jax.Array:
     """Returns one array like the given one for each of its entries, with a one there."""
     unit = jnp.eye(like.size, dtype=like.dtype).reshape(like.size, *like.shape)
     return unit + jnp.zeros_like(like)[None]  # within `jax.shard_map` it varies over the devices as the given one does
-
-
-def length_of(batch: PyTree) -> int:
-    """Returns how many samples there are in a tree of arrays with one leading axis in common."""
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or () in lengths:
-        raise ValueError(f"expected a batch of arrays with one leading axis in common, got shapes {shapes}")
-    return shapes[0][0]
-
-
-def real_array(x: object) -> jax.Array:
-    """Returns an input as an array, if it is a real floating one."""
-    if not hasattr(x, "dtype") and not isinstance(x, float):
-        raise TypeError(f"expected an array for x, got {type(x).__name__}; for trees use nested.gradient")
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"expected x to be real and floating, got {x.dtype}")
-    return x
 
 
 def output(y: Any, kind: str = "real floating") -> jax.Array:
