@@ -14,7 +14,9 @@ from scipy.optimize import minimize
 import treeparams as tp
 from treeparams import optim
 
-LIMIT = 3.45  # of the global norm
+from .zoo import filled
+
+LIMIT = 4.9  # of the global norm
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -40,10 +42,9 @@ class QNet(eqx.Module):
 
 
 def make_qnet() -> QNet:
-    keys = jax.random.split(jax.random.key(0))
-    normalise = Normalise(jnp.full(8, 0.1, jnp.float32), jnp.full(8, 1.5, jnp.float32))
-    hidden = eqx.nn.Linear(8, 8, key=keys[1])
-    return tp.tie(QNet(jax.random.normal(keys[0], (6, 8)), normalise, hidden, jnp.zeros((8, 6))))
+    normalise = Normalise(*[jax.device_put(np.full(8, number, np.float32)) for number in (0.1, 1.5)])
+    embed = jax.device_put(np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32))
+    return tp.tie(QNet(embed, normalise, filled(eqx.nn.Linear, 8, 8), jnp.zeros((8, 6))))
 
 
 def temporal_difference(online: QNet, target: QNet, key: jax.Array) -> jax.Array:
@@ -57,7 +58,7 @@ def temporal_difference(online: QNet, target: QNet, key: jax.Array) -> jax.Array
 
 @pytest.mark.parametrize("compiled", [jax.jit, tp.jit(donate="all")], ids=["jax.jit", "tp.jit, donated"])
 def test_a_target_network_with_a_tied_embedding_and_frozen_statistics(compiled: Callable[..., Any]):
-    tx = optim.trainable(optax.adam(1e-2))
+    tx = optim.trainable(optax.adam(2e-2))
 
     @compiled
     def step(online, target, state, key):
@@ -78,10 +79,11 @@ def test_a_target_network_with_a_tied_embedding_and_frozen_statistics(compiled: 
 
     assert np.isfinite(values).all()
     assert np.mean(values[-5:]) < 0.2 * np.mean(values[:5])
-    assert jnp.array_equal(jax.vmap(online)(jnp.arange(6)).argmax(axis=1), (jnp.arange(6) + 1) % 6)
-    np.testing.assert_allclose(target.embed, 0.9 * before + 0.1 * online.embed, atol=1e-6)
+    best = jax.jit(lambda net, token: jax.vmap(net)(token).argmax(axis=1))(online, np.arange(6))
+    np.testing.assert_array_equal(best, (np.arange(6) + 1) % 6)
+    np.testing.assert_allclose(target.embed, 0.9 * before + 0.1 * np.asarray(online.embed), atol=1e-6)
     for net in (online, target):
-        assert jnp.array_equal(net.head, net.embed.T)
+        np.testing.assert_array_equal(net.head, np.asarray(net.embed).T)
         assert not np.allclose(net.embed, start.embed, atol=1e-2)
         np.testing.assert_array_equal(net.normalise.mean, start.normalise.mean)
         np.testing.assert_array_equal(net.normalise.std, start.normalise.std)
@@ -134,9 +136,8 @@ def bits(tree: Any) -> list[bytes]:
 
 
 def test_fine_tuning_thaws_the_trunk_and_keeps_what_was_learned_of_the_head():
-    keys = jax.random.split(jax.random.key(0), 3)
-    net = Net(eqx.nn.MLP(3, 8, 8, 1, key=keys[0]), eqx.nn.Linear(8, 1, key=keys[1]))
-    x = jax.random.normal(keys[2], (64, 3))
+    net = Net(filled(eqx.nn.MLP, 3, 8, 8, 1), filled(eqx.nn.Linear, 8, 1, seed=1))
+    x = np.random.default_rng(2).normal(size=(64, 3)).astype(np.float32)
     y = 2 * x.sum(axis=1, keepdims=True)
     adamw = optax.adamw(1e-2, weight_decay=0.1)
     tx = optim.trainable(optax.chain(optim.clip_by_global_norm(LIMIT), adamw), "!trunk")
@@ -203,11 +204,11 @@ class Codec(eqx.Module):
 
 
 def test_scipy_minimises_over_the_vector_of_a_model_with_a_counter_and_a_tie():
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (40, 2)) @ jax.random.normal(keys[1], (2, 5)) + 0.5  # a plane, off the origin
-    scale = jnp.array([1.0, 2.0, 1.0, 0.5, 1.0])
-    encoder = 0.1 * jax.random.normal(keys[2], (5, 2))
-    codec = tp.tie(Codec(jnp.array(2**24 + 1), scale, encoder, jnp.zeros((2, 5)), jnp.zeros(5)))
+    random = np.random.default_rng(0)
+    normal = lambda *shape: jax.device_put(random.normal(size=shape).astype(np.float32))
+    x = np.asarray(normal(40, 2)) @ np.asarray(normal(2, 5)) + np.float32(0.5)  # a plane, off the origin
+    scale = jax.device_put(np.array([1.0, 2.0, 1.0, 0.5, 1.0], np.float32))
+    codec = tp.tie(Codec(jnp.array(2**24 + 1), scale, normal(5, 2), jnp.zeros((2, 5)), jnp.zeros(5)))
 
     vector, restructure = tp.ravel(codec)
     function = jax.jit(jax.value_and_grad(lambda vector, x: mean_square(restructure(vector), x, x)))
@@ -221,6 +222,6 @@ def test_scipy_minimises_over_the_vector_of_a_model_with_a_counter_and_a_tie():
     assert jax.tree.structure(fitted) == jax.tree.structure(codec)
     assert [leaf.dtype for leaf in jax.tree.leaves(fitted)] == [leaf.dtype for leaf in jax.tree.leaves(codec)]
     assert fitted.steps == 2**24 + 1
-    assert jnp.array_equal(fitted.scale, scale)
-    assert jnp.array_equal(fitted.decoder, fitted.encoder.T)
-    np.testing.assert_allclose(mean_square(fitted, x, x), found.fun, atol=1e-6)
+    np.testing.assert_array_equal(fitted.scale, scale)
+    np.testing.assert_array_equal(fitted.decoder, np.asarray(fitted.encoder).T)
+    np.testing.assert_allclose(jax.jit(mean_square)(fitted, x, x), found.fun, atol=1e-6)

@@ -16,7 +16,7 @@ from . import zoo
 from .long import some
 from .zoo import STRUCTURE_ALONE, ZOO, assert_close, assert_same
 
-programs = pytest.mark.parametrize("specimen", some(ZOO, STRUCTURE_ALONE), indirect=True)
+programs = pytest.mark.parametrize("specimen", some(ZOO, [*STRUCTURE_ALONE, "numpy leaves"]), indirect=True)
 
 
 @pytest.fixture(params=ZOO)
@@ -44,19 +44,17 @@ def generated(examples):
 
 
 def _variants(function, *arguments):
-    """The function inside of `jit`, and there of `checkpoint`, `jit` of `vmap` and `scan`: one program."""
+    """The function inside of `jit`, and there of `checkpoint`, and of `scan` of `jit` of `vmap`: one program."""
 
     def nested(*arguments):
         first, *others = arguments
-        batched = jax.tree.map(lambda x: jnp.stack([x, x]), first)
-        mapped = jax.vmap(function, in_axes=(0, *[None] * len(others)))
-        scanned = jax.lax.scan(lambda _, x: (None, function(x, *others)), None, batched)[1]
-        last = lambda tree: jax.tree.map(lambda x: x[1], tree)
+        rows = jax.tree.map(lambda x: jnp.stack([jnp.stack([x, x])] * 2), first)
+        mapped = jax.jit(jax.vmap(function, in_axes=(0, *[None] * len(others))))
+        scanned = jax.lax.scan(lambda _, row: (None, mapped(row, *others)), None, rows)[1]
         return {
             "jit": function(*arguments),
             "checkpoint": jax.checkpoint(function)(*arguments),
-            "jit of vmap": last(jax.jit(mapped)(batched, *others)),
-            "scan": last(scanned),
+            "scan of jit of vmap": jax.tree.map(lambda x: x[1, 1], scanned),
         }
 
     return jax.jit(nested)(*arguments)
@@ -212,10 +210,12 @@ def test_without_ties_and_frozen_parts_all_is_as_jax_has_it(model):
 
 
 @pytest.mark.usefixtures("standard_promotion")  # Optax relies on it
-@pytest.mark.parametrize("name", ["functions and static fields", "frozen tie", "all frozen", "mlp"])
-@pytest.mark.parametrize("tx", [optax.adamw(0.1, weight_decay=0.1), optax.rmsprop(0.1, momentum=0.9)])
-@pytest.mark.parametrize("form", [tp.partition, tp.stack])
-def test_no_optimiser_moves_a_frozen_leaf(name, tx, form):
+@pytest.mark.parametrize("name", ["functions and static fields", "frozen tie", "all frozen"])
+@pytest.mark.parametrize(
+    ("form", "tx"),
+    [(tp.partition, optax.adamw(0.1, weight_decay=0.1)), (tp.stack, optax.rmsprop(0.1, momentum=0.9))],
+)
+def test_no_optimiser_moves_a_frozen_leaf(name, form, tx):
     start = ZOO[name].make()
     layout = ZOO[name].layout(start)
     params, rest = form(start, layout)
@@ -227,8 +227,6 @@ def test_no_optimiser_moves_a_frozen_leaf(name, tx, form):
         return optax.apply_updates(params, updates), state
 
     state, jitted = tx.init(params), jax.jit(step)
-    if name == "functions and static fields":
-        params, state = step(params, state, rest)  # once outside of `jit`
     for _ in range(10):
         params, state = jitted(params, state, rest)
     model = back(params, rest)
@@ -302,7 +300,7 @@ def test_a_layout_from_outside_is_the_way_through_plain_jit(specimen):
 
     def all_of_it(model):
         value, grads = tp.value_and_grad(zoo.loss, layout)(model)
-        stepped = tp.maptrainable(lambda x, g: x - (0.1 * g).astype(x.dtype), model, grads, trainable=layout)
+        stepped = tp.maptrainable(operator.sub, model, grads, trainable=layout)
         average = tp.ema(model, stepped, decay=0.5, trainable=layout)
         found = []
         for form in (tp.ravel, tp.stack):

@@ -15,7 +15,7 @@ import treeparams as tp
 from treeparams import optim
 
 from .blocks import blocks
-from .zoo import ZOO, as_data, assert_close, assert_same, gradient_of_loss, loss, ramp
+from .zoo import ZOO, as_data, assert_close, assert_same, filled, gradient_of_loss, loss, ramp
 
 HOW_TO = pathlib.Path(__file__).parent.parent / "docs" / "pages" / "how-to"
 
@@ -36,20 +36,18 @@ def population(name, rows=3):
     """A model of the zoo, its way back from a vector, and vectors of others like it, all different."""
     model = ZOO[name].make()
     vector, restructure = tp.ravel(model, ZOO[name].layout(model))
-    factors = jnp.linspace(0.5, 1.5, rows, dtype=jnp.float32).astype(vector.dtype)
-    return model, restructure, factors[:, None] * vector[None]
+    factors = np.linspace(0.5, 1.5, rows, dtype=np.float32).astype(vector.dtype)
+    return model, restructure, factors[:, None] * np.asarray(vector)
 
 
-@pytest.mark.parametrize(
-    "name", ["same array twice", "transposed tie", "functions and static fields", "mlp", "complex"]
-)
+@pytest.mark.parametrize("name", ["same array twice", "transposed tie", "functions and static fields", "complex"])
 def test_losses_and_gradients_of_all_are_those_of_each(name):
     _, restructure, matrix = population(name)
     values, grads = jax.jit(jax.vmap(jax.value_and_grad(lambda vector: loss(restructure(vector)))))(matrix)
     models = [restructure(row) for row in matrix]
-    assert_close(values, jnp.stack([loss(model) for model in models]))
+    assert_close(values, np.stack([loss(model) for model in models]))
     gradient = gradient_of_loss(restructure.layout)
-    assert_close(grads, jnp.stack([restructure.ravel_gradient(gradient(model)) for model in models]))
+    assert_close(grads, np.stack([restructure.ravel_gradient(gradient(model)) for model in models]))
     assert len({float(value) for value in values}) == len(matrix)
 
 
@@ -76,32 +74,35 @@ def test_a_model_without_functions_comes_back_stacked(name):
 
 def a_model_with_functions(form):
     """The way back from a form of it, and two rows of that form."""
-    model = eqx.nn.MLP(2, 1, 3, 1, jnp.tanh, key=jax.random.key(0))
+    model = filled(eqx.nn.MLP, 2, 1, 3, 1, activation=jnp.tanh)
     one, restructure = form(model, "layers.1")
-    return restructure, jax.tree.map(lambda array: jnp.stack([array, 2 * array]), one)
+    return restructure, [
+        jax.tree.map(lambda array, by=by: by * np.asarray(array), one) for by in (np.float32(1), np.float32(2))
+    ]
 
 
 @pytest.mark.parametrize("form", [tp.ravel, tp.stack])
 def test_a_model_with_functions_is_called_within_the_map(form):
     restructure, rows = a_model_with_functions(form)
-    x, row = ramp(2), lambda i: jax.tree.map(lambda array: array[i], rows)
-    want = jnp.stack([restructure(row(0))(x), restructure(row(1))(x)])
-    assert_close(jax.vmap(lambda v, x: restructure(v)(x), (0, None))(rows, x), want)
-    assert_close(jax.jit(jax.vmap(lambda v, x, way: way(v)(x), (0, None, None)))(rows, x, restructure), want)
-    every = eqx.filter_vmap(restructure)(rows)  # hands functions around the map
-    assert_close(eqx.filter_vmap(lambda net, x: net(x), in_axes=(eqx.if_array(0), None))(every, x), want)
+    stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *rows)
+
+    @jax.jit
+    def ways(rows, stacked, x, way):
+        every = eqx.filter_vmap(restructure)(stacked)  # hands functions around the map
+        return jnp.stack([restructure(row)(x) for row in rows]), [
+            jax.vmap(lambda v, x: restructure(v)(x), (0, None))(stacked, x),
+            jax.vmap(lambda v, x, way: way(v)(x), (0, None, None))(stacked, x, way),
+            eqx.filter_vmap(lambda net, x: net(x), in_axes=(eqx.if_array(0), None))(every, x),
+        ]
+
+    want, found = ways(rows, stacked, ramp(2), restructure)
+    assert_close(found, [want] * 3)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda restructure, row, x: tp.jit(restructure)(row)(x),
-        lambda restructure, row, x: eqx.filter_jit(restructure)(row)(x),
-    ],
-)
-def test_a_model_with_functions_comes_back_from_what_hands_functions_on(use):
+@pytest.mark.parametrize("jit", [tp.jit, eqx.filter_jit])
+def test_a_model_with_functions_comes_back_from_what_hands_functions_on(jit):
     restructure, (row, _) = a_model_with_functions(tp.ravel)
-    assert_close(use(restructure, row, ramp(2)), restructure(row)(ramp(2)))
+    assert_same(jit(restructure)(row), restructure(row))
 
 
 def tied(key):
@@ -110,11 +111,11 @@ def tied(key):
 
 
 def test_a_population_is_drawn_from_keys():
-    _, restructure = tp.ravel(tied(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), 4)
+    keys = jax.random.split(jax.random.key(1), 2)
+    _, restructure = tp.ravel(tied(keys[0]))
     matrix = jax.vmap(lambda key: restructure.ravel(tied(key)))(keys)
-    assert matrix.shape == (4, 8)
-    assert_same(matrix, jnp.stack([tp.ravel(tied(key))[0] for key in keys]))
+    assert matrix.shape == (2, 8)
+    assert_same(matrix, np.stack([tp.ravel(tied(key))[0] for key in keys]))
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -133,13 +134,13 @@ def test_adam_of_the_matrix_is_adam_of_each_model():
     def step_of_one(model, state):
         return optim.step(each, tp.grad(loss, state.layout)(model), state, model)
 
-    matrix = jnp.stack([vector, -2 * vector])
+    matrix = np.stack([vector, -2 * np.asarray(vector)])
     models, state = [restructure(row) for row in matrix], tx.init(matrix)
     states = [each.init(model) for model in models]
     for _ in range(3):
         matrix, state = step_of_all(matrix, state)
         models, states = zip(*map(step_of_one, models, states), strict=True)
-    assert_close(matrix, jnp.stack([restructure.ravel(model) for model in models]))
+    assert_close(matrix, np.stack([restructure.ravel(model) for model in models]))
     assert_same([restructure(row)["scale"] for row in matrix], [model["scale"]] * 2)
 
 
@@ -150,7 +151,7 @@ def test_clipping_of_each_model_is_mapped(clip):
     tx = optax.chain(clip(0.1), optax.trace(0.9))
     update = lambda rows: tx.update(3 * rows, tx.init(rows))[0]
     together, mapped, *each = jax.jit(lambda rows: [update(rows), jax.vmap(update)(rows), *map(update, rows)])(matrix)
-    assert_close(mapped, jnp.stack(each))
+    assert_close(mapped, np.stack(each))
     np.testing.assert_allclose(np.linalg.norm(mapped, axis=1), 0.1, 1e-5)
     np.testing.assert_allclose(np.linalg.norm(together), 0.1, 1e-5)
 
@@ -164,8 +165,8 @@ def test_rules_that_need_the_shapes_are_mapped_over_stacks():
         return tx.update(jax.tree.map(jnp.sin, stacks), tx.init(stacks), stacks)[0]
 
     of_each = jax.jit(update)
-    rows = [stacks, jax.tree.map(lambda array: 3 * array, stacks)]
-    stacked = lambda *arrays: jnp.stack(arrays)
+    rows = [stacks, jax.tree.map(lambda array: np.float32(3) * np.asarray(array), stacks)]
+    stacked = lambda *arrays: np.stack(arrays)
     got = jax.jit(jax.vmap(update))(jax.tree.map(stacked, *rows))
     assert_close(got, jax.tree.map(stacked, *map(of_each, rows)))
     assert got["float32[2,3]"].shape == (2, 2, 2, 3)
@@ -181,9 +182,8 @@ def test_evolution_of_a_quadratic_comes_to_its_optimum():
     estimate = jax.jit(lambda vector, key: POPULATIONS.es_gradient(away, vector, key, pairs=5))
     got = estimate(matrix[0], jax.random.key(0))
     np.testing.assert_allclose(got, np.mean([e * (e @ gradient) for e in noise], 0), 1e-3, 1e-3)
-    found = matrix[0]
-    for key in jax.random.split(jax.random.key(1), 300):
-        found = found - 0.05 * estimate(found, key)
+    step = lambda found, key: (found - 0.05 * estimate(found, key), None)
+    found, _ = jax.lax.scan(step, matrix[0], jax.random.split(jax.random.key(1), 300))
     np.testing.assert_allclose(found, goal, 1e-3, 1e-3)
 
 
@@ -195,7 +195,7 @@ svgd = jax.jit(lambda matrix: POPULATIONS.svgd(log_density, matrix))
 
 
 def test_svgd_is_its_double_loop():
-    matrix = jax.random.normal(jax.random.key(0), (5, 3)) + 10.0
+    matrix = np.random.default_rng(0).normal(10, size=(5, 3)).astype(np.float32)
     x, n = np.asarray(matrix, np.float64), len(matrix)
     slopes = -np.sin(x) - x
     width = np.median([np.sum((a - b) ** 2) for a in x for b in x]) / np.log(n + 1)
@@ -213,31 +213,14 @@ def test_one_particle_climbs_and_equal_ones_climb_together(rows):
     np.testing.assert_allclose(svgd(np.stack([one] * rows)), [-np.sin(one) - one] * rows, 1e-5)
 
 
-MODELS = ["same array twice", "transposed tie", "functions and static fields", "mlp", "plain dataclass"]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_soup_of_equal_models_is_the_model(name):
-    model, restructure, _ = population(name)
-    model = restructure(restructure.ravel(model))
-    assert_same(restructure(jnp.stack([restructure.ravel(model)] * 4).mean(0)), model)
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["same array twice", "transposed tie", "mlp"])
 def test_arithmetic_of_vectors_is_that_of_each_array(name):
-    _, restructure, (base, tuned, _) = population(name)
-    np.testing.assert_allclose(restructure.ravel(restructure(base + (tuned - base))), tuned, 1e-6)
-    got = restructure(base - 0.5 * (tuned - base))
-    negate = lambda base, tuned: base - 0.5 * (tuned - base)
-    models = restructure(base), restructure(tuned)
+    model, restructure, (base, tuned, _) = population(name)
+    negate = lambda base, tuned: np.asarray(base) - np.float32(0.5) * (np.asarray(tuned) - np.asarray(base))
+    got, models = restructure(negate(base, tuned)), (restructure(base), restructure(tuned))
     assert_same(got, tp.maptrainable(negate, *models, trainable=restructure.layout, tied="first"))
-
-
-def test_frozen_arrays_and_functions_come_through_the_arithmetic():
-    model, restructure, (base, tuned, _) = population("mlp")
-    got = restructure(base - (tuned - base))
-    assert (got.layers[0].weight is model.layers[0].weight, got.activation is model.activation) == (True, True)
-    assert got.layers[1].weight is not model.layers[1].weight
+    if name == "mlp":
+        assert (got.layers[0].weight is model.layers[0].weight, got.activation is model.activation) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -247,11 +230,13 @@ def test_a_task_vector_of_one_part(where, changed):
     _, restructure, (base, tuned, _) = population("same array twice")
     task = tuned - base
     places = restructure.layout.indices(where)
-    got = base.at[places].add(task[places])
+    got = base.copy()
+    got[np.asarray(places)] += task[np.asarray(places)]
+    base, task = map(jax.device_put, (base, task))
     part = restructure.view(task)[where]
     assert_same(restructure.view(base).at[where].add(part), got)
-    before, after = restructure.view(base), restructure.view(got)
-    assert [path for path in before if (before[path] != after[path]).any()] == changed
+    before, after = (dict(restructure.view(each).items()) for each in (base, jax.device_put(got)))
+    assert [path for path in before if np.any(np.asarray(before[path]) != after[path])] == changed
     model = restructure(got)
     assert model["head"] is model["embed"] is model["body"][1]
 
@@ -264,8 +249,8 @@ def test_pcgrad_of_the_shared_part_alone():
     model = {"body": {"u": shared, "v": shared, "w": ramp(3)}, "heads": [ramp(2), ramp(2, start=3)], "scale": ramp(2)}
     vector, restructure = tp.ravel(model, tp.layout(model, freeze="scale"))
     # Of these, one comes to oppose what it was itself; that is no other task.
-    grads = jax.random.normal(jax.random.key(7), (4, vector.size))
-    places, key = restructure.layout.indices("body"), jax.random.key(1)
+    grads = np.random.default_rng(7).normal(size=(4, vector.size)).astype(np.float32)
+    places, key = np.asarray(restructure.layout.indices("body")), jax.random.key(1)
     operated = pcgrad(grads[:, places], key)
     orders = jax.vmap(lambda key: jax.random.permutation(key, len(grads)))(jax.random.split(key, len(grads)))
     rows, want = np.asarray(grads[:, places], np.float64), []
@@ -277,19 +262,20 @@ def test_pcgrad_of_the_shared_part_alone():
         want.append(row)
     np.testing.assert_allclose(operated, want, 1e-5, 1e-5)
     assert (abs(operated - grads[:, places]).max(1) > 0.1).sum() >= 3
-    total = restructure.view(grads.sum(0).at[places].set(operated.sum(0)))
-    plain = restructure.view(grads.sum(0))
+    total = grads.sum(0)
+    total[places] = np.asarray(operated).sum(0)
+    total, plain = (restructure.view(jax.device_put(each)) for each in (total, grads.sum(0)))
     assert list(total) == ["body.u", "body.w", "heads.0", "heads.1"]
-    assert [path for path in total if (total[path] != plain[path]).any()] == ["body.u", "body.w"]
+    assert [path for path in total if np.any(np.asarray(total[path]) != plain[path])] == ["body.u", "body.w"]
 
 
 def test_pcgrad_leaves_gradients_that_agree_and_those_that_are_zero():
-    agree = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    agree = np.array([[1, 0], [1, 1], [0, 0]], np.float32)
     assert_same(pcgrad(agree, jax.random.key(0)), agree)
 
 
 def test_a_mass_matrix_by_name():
-    model = eqx.nn.MLP(2, 1, 3, 2, key=jax.random.key(0))
+    model = filled(eqx.nn.MLP, 2, 1, 3, 2)
     vector, restructure = tp.ravel(model, tp.layout(model, freeze="layers.1"))
     mass = restructure.view(jnp.ones_like(vector)).at["layers.0.*"].set(0.1)
     mass = restructure.view(mass).at["**.bias"].multiply(4)

@@ -1,5 +1,6 @@
 """What a function reaches, read from its program, against what JAX's derivatives say."""
 
+import functools
 import inspect
 
 import equinox as eqx
@@ -241,14 +242,19 @@ def test_programs(f, expected):
     assert jax.jit(lambda m: jnp.arange(len(tp.reached(f)(m).paths)))(MODEL).shape == (len(expected),)
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NOT_IN_REVERSE])
-def test_where_nothing_is_reached_jax_gives_zeros(name):
-    f, expected = PROGRAMS[name]
-    gradient = jax.grad(lambda m: jnp.asarray(f(m)))(MODEL)
-    assert not any(np.any(gradient[each]) for each in MODEL if each not in expected)
-    holes = tp.grad(f, unreached="none")(MODEL)
-    assert "".join(each for each in MODEL if holes[each] is not None) == expected
-    assert all(np.array_equal(holes[each], gradient[each], equal_nan=True) for each in expected)
+def test_where_nothing_is_reached_jax_gives_zeros():
+    programs = {name: of for name, (of, _) in PROGRAMS.items() if name not in NOT_IN_REVERSE}
+    of_jax, of_ours = lambda f: jax.grad(lambda m: jnp.asarray(f(m))), functools.partial(tp.grad, unreached="none")
+    by_jax, ours = (
+        jax.jit(lambda m, of=of: {name: of(f)(m) for name, f in programs.items()}) for of in (of_jax, of_ours)
+    )
+    by_jax, ours = by_jax(MODEL), ours(MODEL)
+    for name, gradient in by_jax.items():
+        expected = PROGRAMS[name][1]
+        assert not any(np.any(gradient[each]) for each in MODEL if each not in expected), name
+        assert "".join(each for each in MODEL if ours[name][each] is not None) == expected, name
+        for each in expected:
+            np.testing.assert_allclose(ours[name][each], gradient[each], 1e-6, err_msg=name)
 
 
 UNARY = {
@@ -273,7 +279,7 @@ def test_functions_of_jax_are_reached_where_their_derivative_is_not_zero():
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "all frozen"])
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_subset_of_the_slots(name, data):
     model = ZOO[name].make()

@@ -16,7 +16,7 @@ import pytest
 import treeparams as tp
 from treeparams import matrices, optim
 
-from ..zoo import assert_close, assert_same, enable_x64
+from ..zoo import assert_close, assert_same, enable_x64, filled
 from .zoo import equations, normal, page, put, svd
 
 PAGE = page("matrices.md", "class Bounded")
@@ -127,7 +127,6 @@ def test_positive_keeps_its_relative_precision():
 # -- What is no array
 
 TWO = put([1, 2], [3, 4])
-KEY = jax.random.key(0)
 
 
 def within(layer: Any, x: Any) -> Any:
@@ -152,9 +151,9 @@ USES = {
     "numpy.array": lambda w: np.array(w),
     "numpy.sum": lambda w: np.sum(w),
     "shape": lambda w: w.shape,
-    "Linear": within(eqx.nn.Linear(2, 2, key=KEY), TWO[0]),
+    "Linear": within(filled(eqx.nn.Linear, 2, 2), np.ones(2, np.float32)),
     "GroupNorm": within(eqx.nn.GroupNorm(1, 2), TWO),
-    "Conv1d": within(eqx.nn.Conv1d(2, 3, 2, key=KEY), TWO),
+    "Conv1d": within(filled(eqx.nn.Conv1d, 2, 3, 2), TWO),
 }
 
 

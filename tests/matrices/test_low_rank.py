@@ -12,16 +12,10 @@ import pytest
 import treeparams as tp
 from treeparams import matrices, optim
 
-from ..zoo import assert_close, assert_same, flops
+from ..zoo import assert_close, assert_same, filled, flops
 from .zoo import low_rank, normal, page, put, svd
 
 KEY = jax.random.key(1)
-
-
-def filled(make: Any, *sizes: int, **options: Any) -> Any:
-    """A layer or net whose parameters NumPy makes: those of Equinox are a program for each shape."""
-    shapes = eqx.filter_eval_shape(make, *sizes, key=KEY, **options)
-    return jax.tree.map(lambda leaf: normal(leaf.size, *leaf.shape) if hasattr(leaf, "shape") else leaf, shapes)
 
 
 def net() -> eqx.nn.MLP:
@@ -223,12 +217,13 @@ def test_an_ensemble():
     assert_same(*eqx.filter_jit(lambda *models: [each(model, normal(11, 3, 4)) for model in models])(changed, model))
 
 
+NET = net()
 IMPUTING = matrices.PreImputing(normal(50, 3, 3), normal(51, 3))
 M = int8(4, 2, 2)
 UNCHANGED = [
-    (net(), "layers.0.bias", "'layers.0.bias' selects no parameter with two axes"),
-    (net(), "layer.0", "'layer.0'.*layers.0"),
-    (eqx.nn.Conv1d(1, 2, 3, key=KEY), "weight", r"'weight' has shape \(2, 1, 3\)\. Leave out .* a convolution"),
+    (NET, "layers.0.bias", "'layers.0.bias' selects no parameter with two axes"),
+    (NET, "layer.0", "'layer.0'.*layers.0"),
+    (filled(eqx.nn.Conv1d, 1, 2, 3), "weight", r"'weight' has shape \(2, 1, 3\)\. Leave out .* a convolution"),
     ({"w": low_rank(3, 2, 2)}, "w.a", r"'w.a' is a part of 'w', a LowRank, .* as a whole: select all of it, or"),
     ({"w": svd(3, 2, 2)}, "w.u", r"'w.u.vectors' is a part of 'w', a SVD, which is changed as a whole"),
     (low_rank(3, 2, 2), "a", "'a' is a part of a LowRank, which is changed as a whole"),
