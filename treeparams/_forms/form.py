@@ -218,10 +218,11 @@ class Form:
 
     def _in_words(self, i: int) -> str:
         """Returns the beginning of an error: the array that a block should be."""
-        block, names = self.blocks[i], quoted([self.paths[slot] for slot in self.members[i]])
-        where = f" in {_quote(tuple(map(key_text, self.keys[i])))}" if block.has_rows else ""
-        holds = "" if self.is_bare else f" for {names}{where}"
-        return f"expected {self.noun} of shape {block.shape} and floating dtype{holds}"
+        expected = f"expected {self.noun} of shape {self.blocks[i].shape} and floating dtype"
+        if self.is_bare:  # one of real numbers has two runs for a complex parameter, and no names
+            return expected
+        where = f" in {_quote(tuple(map(key_text, self.keys[i])))}" if self.blocks[i].has_rows else ""
+        return f"{expected} for {quoted([self.paths[slot] for slot in self.members[i]])}{where}"
 
     def _check_leaf(self, i: int, leaf: Any) -> None:
         block, array = self.blocks[i], "vector" if self.is_bare else "array"
