@@ -85,6 +85,16 @@ def test_one_number_throughout_is_no_shared_parameter(make: Callable[[], Any], p
     assert layout.ties[paths[0]][: len(paths) - 1]  # a tie it stays
 
 
+@pytest.mark.parametrize("copies", [lambda one: [one] * 4, lambda one: {"online": one, "target": one}])
+def test_an_ensemble_that_is_one_member_is_noticed(copies: Callable[[Any], Any]):
+    model = copies({"w": ramp(2, 3), "f": jnp.tanh, "layers": [ramp(3)]})
+    with pytest.warns(UserWarning, match=r"are one array, in nodes that are the same throughout.*= tp.untie\(model\)"):
+        tp.ravel(model)
+    tp.layout(model)  # once
+    apart = jax.tree.map(lambda leaf: tp.copy(leaf), model)
+    assert tp.layout(apart).ties == {}  # as the warning asked for, so nothing was lost
+
+
 def table() -> Any:
     return tp.tie({"w": ramp(2), "a": zeros(2), "b": zeros(2), "c": zeros(2)}, "b", to="a")
 

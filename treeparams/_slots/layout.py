@@ -434,8 +434,9 @@ def layout(
         UserWarning: once for each kind of model, in any of these cases. The model is traced, and the library has met a
             model of its structure with ties that this one no longer has. The model is not traced, and one array has
             become two that are equal bit for bit. Trained paths hold one array whose elements are all equal, although
-            nothing (a class, `ties`, `tp.tie`) ties them and they are not part of a layer that is used twice. A Python
-            float, which does not train, is beside parameters in a dict, list or tuple.
+            nothing (a class, `ties`, `tp.tie`) ties them and they are not part of a layer that is used twice. The model
+            is a list, tuple or dictionary of the same node, repeated. A Python float, which does not train, is beside
+            parameters in a dict, list or tuple.
     """
     leaves, _, structure = structure_of(model)
     check_is_model(leaves, structure)
