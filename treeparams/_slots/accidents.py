@@ -215,6 +215,8 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
     _note("said", structure, [(tie.source, tie.leaf) for tie in index.ties if tie.is_said and not tie.transforms])
     unsaid = [(each.source, each.leaf) for each in index.ties if not each.is_said and index.trained[each.leaf]]
     pairs = _unknown("said", structure, unsaid)
+    if not pairs:
+        return
     _note("said", structure, pairs)  # there is no more to say of them
     is_constant = functools.cache(lambda leaf: _is_one_number(_pieces_read(leaves[leaf])))
     are_copies = pairs == unsaid and _is_one_node_repeated(structure)

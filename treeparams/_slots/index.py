@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +57,9 @@ class Slot(NamedTuple):
 
 
 Slot.__module__ = "treeparams"
+
+
+_shape = operator.attrgetter("shape")
 
 
 class _Gathers(NamedTuple):
@@ -134,7 +138,10 @@ class Index:
 
     def have_shapes(self, arrays: Sequence[Any]) -> bool:
         """Returns whether these are arrays, one for each slot, of its shape."""
-        return [getattr(each, "shape", None) for each in arrays] == self.shapes
+        try:
+            return list(map(_shape, arrays)) == self.shapes
+        except AttributeError:  # labels have none, nor have results of a `jax.tree.map`
+            return False
 
     @functools.cached_property
     def dtypes(self) -> list[Any]:
