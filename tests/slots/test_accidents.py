@@ -222,29 +222,6 @@ def test_what_only_looks_at_a_model_says_nothing_of_a_tie_that_its_layout_knows(
         tx.init(model)
 
 
-def test_a_tie_in_a_nested_node_is_lost_once():
-    tp.layout(model := {"net": tied(), "temperature": ramp(2)})
-    with lost("net.embed", "net.head") as caught:
-        tp.layout(after := PART["tree.map"](model))
-    assert len(caught) == 1
-    tp.layout(after["net"])
-    with lost("net.embed", "net.head") as caught:
-        jax.eval_shape(lambda model: tp.layout(model).size, after)
-    assert len(caught) == 1
-    jax.eval_shape(lambda net: tp.layout(net).size, after["net"])
-
-
-def test_what_is_tied_again_is_one_and_a_tie_lost_later_is_noticed_though_the_model_is_known():
-    before = {"embed": ramp(2, 3), "head": ramp(2, 3, start=2)}
-    tp.layout(before)
-    model = tp.tie(before, "head", to="embed")
-    assert tp.layout(before).ties == {}
-    model = jax.tree.map(lambda a: a + 1, tp.untie(model))
-    tp.layout(model)
-    again = tp.tie(model, "head", to="embed")
-    assert tp.layout(again).ties == {"embed": ("head",)}
-
-
 def test_a_known_model_is_looked_at_again_when_a_tie_is_met():
     apart = {"embed": ramp(2, 3), "head": ramp(2, 3)}
     tp.layout(apart)

@@ -59,9 +59,6 @@ class Layout:
             f"a Layout is immutable, so {name!r} cannot be set; layout.freeze and layout.thaw return a new one"
         )
 
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Layout is immutable, so {name!r} cannot be deleted")
-
     # -- What it says
 
     @property

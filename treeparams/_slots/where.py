@@ -18,7 +18,7 @@ from .._tree.declare import Declared
 from .._tree.difference import compare
 from .._tree.paths import Glob, join_path, nearest, quote
 from .._tree.structure import Node, Structure, flatten, is_array, same_treedef, scan_tree
-from .._tree.text import AS_ARRAY, describe, function_name, in_short, quoted
+from .._tree.text import AS_ARRAY, describe, first_few, function_name, in_short, quoted
 from .._tree.types import PyTree, TreeDef
 from .ties import Alias, Follows, declaring_nodes, followers
 
@@ -318,13 +318,8 @@ def _found_in(
     why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
     if why and any(structure.values[i] in ("float", "complex") for i in selected):
         why += f"; to train a number, {AS_ARRAY}"
-    raise ValueError(f"{name_of(match.where)} selects no {kind}, only {_some(structure, selected)}{why}")
-
-
-def _some(structure: Structure, selected: Collection[int], count: int = 3) -> str:
-    """Describes a few of these leaves."""
-    shown = ", ".join(structure.describe(i) for i in sorted(selected)[:count])
-    return shown + (f" and {len(selected) - count} more" if len(selected) > count else "")
+    only = first_few(list(map(structure.describe, sorted(selected))))
+    raise ValueError(f"{name_of(match.where)} selects no {kind}, only {only}{why}")
 
 
 def name_of(where: object, *, with_line: bool = True) -> str:
@@ -482,8 +477,9 @@ def _chosen(structure: Structure, follows: Follows, trainable: object) -> dict[i
     for match in chosen:
         found = _found_in(structure, match, structure.parameters)
         if found <= frozen:
+            its = first_few(list(map(structure.describe, sorted(found))))
             raise ValueError(
-                f"{name_of(match.where)} selects only leaves that are declared frozen ({_some(structure, found)}); "
+                f"{name_of(match.where)} selects only leaves that are declared frozen ({its}); "
                 "to train them anyway, pass a layout that thaws them: tp.layout(model, thaw=...)"
             )
         selected |= _whole(found, follows)
