@@ -361,7 +361,7 @@ def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]
 
     def find() -> list[_Span]:
         found = _outermost_nodes(structure, where)
-        return _check_alike(structure, where, found) if are_alike else found
+        return _as_alike(structure, where, found) if are_alike else found
 
     is_sure = isinstance(where, (str, re.Pattern, type))
     return structure.remember(("nodes", where, are_alike), find) if is_sure else find()
@@ -389,7 +389,7 @@ def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
     return sorted(found, key=lambda span: (span.start, span.stop))
 
 
-def _check_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_Span]:
+def _as_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_Span]:
     """Returns the nodes, if they have one structure, with leaves of the same shapes and dtypes."""
     first = spans[0]
     cls = None if first.number is None else structure.nodes[first.number].cls

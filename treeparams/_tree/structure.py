@@ -232,7 +232,7 @@ class Structure:
 
 def scan_tree(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     """Works out the structure of a tree."""
-    read = _read(tree)
+    read = _read_nodes(tree)
     specs: list[Spec | None] = []
     same, first = list(range(len(leaves))), {}
     kinds = set(map(type, leaves))
@@ -268,7 +268,7 @@ def _refs_in(leaves: Sequence[Any]) -> frozenset[int]:
     return frozenset([i for i, leaf in enumerate(leaves) if is_ref(leaf)])
 
 
-def _read(tree: PyTree) -> dict[str, Any]:
+def _read_nodes(tree: PyTree) -> dict[str, Any]:
     """Returns the nodes of a tree, the entries of its leaves, and the keys of all static values: fields of `Structure`.
 
     The tree is taken apart one level at a time, which gives keys, children and static value of a node together.
@@ -367,7 +367,7 @@ def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 def _from_skeleton(skeleton: PyTree, specs: Any, values: Any, first: Any, settled: bool, refs: Any) -> Structure:
     arrays = {"specs": specs, "values": values, "first": first, "settled": settled, "refs": refs}
-    return Structure(treedef=jtu.tree_structure(skeleton), is_unpickled=True, **arrays, **_read(skeleton))
+    return Structure(treedef=jtu.tree_structure(skeleton), is_unpickled=True, **arrays, **_read_nodes(skeleton))
 
 
 def _spec(leaf: Any) -> Spec | None:
