@@ -21,7 +21,7 @@ from .._slots.ties import Alias
 from .._slots.where import Where, name_of, nodes_in, subtreedefs
 from .._tree.static_keys import static_key
 from .._tree.structure import is_array
-from .._tree.text import as_text, quoted
+from .._tree.text import quoted
 from .._tree.types import PyTree, TreeDef
 from .block import cast, cut_columns, stacked
 from .form import NOTHING, Form, stacks_of_arrays
@@ -428,7 +428,7 @@ class Restructure(Generic[M]):
 
     def __str__(self) -> str:
         index, _, places = known_leaves(self)
-        return as_text(summary_of(index, places).blocks)
+        return str(summary_of(index, places))
 
 
 Restructure.__module__ = "treeparams"

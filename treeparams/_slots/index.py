@@ -14,7 +14,7 @@ import numpy as np
 
 from .._tree.paths import join_path, split_path
 from .._tree.structure import Structure, getter
-from .._tree.text import AS_ARRAY, Table, as_html, as_text, describe, first_few, in_bytes, quoted, warn
+from .._tree.text import AS_ARRAY, Printed, Table, describe, first_few, in_bytes, quoted, warn
 from .._tree.types import PyTree, TreeDef, is_complex
 from .ties import Alias, followers
 from .where import Where, declared_frozen, name_of, select
@@ -245,7 +245,7 @@ class _Row(NamedTuple):
         return [self.path or '""', shape, self.dtype, *sizes, self.role, self.place, self.tied_to]
 
 
-class Summary:
+class Summary(Printed):
     """A table of a model's arrays, made by `tp.summary`. It prints as text, and as a table in a notebook.
 
     Attributes:
@@ -271,10 +271,10 @@ class Summary:
         self.blocks: list[Table | str] = [Table(header, lines, right=_NUMBERS), "", Table(below[0], below[1:])]
 
     def __repr__(self) -> str:
-        return as_text(self.blocks)
+        return str(self)
 
-    def _repr_html_(self) -> str:
-        return as_html(self.blocks)
+    def _blocks(self) -> list[Table | str]:
+        return self.blocks
 
 
 Summary.__module__ = "treeparams.types"

@@ -19,7 +19,7 @@ from .._tree.difference import Diff, Difference, compare, spec_rows, tie_rows
 from .._tree.paths import nearest
 from .._tree.static_keys import contents
 from .._tree.structure import Structure, structure_of
-from .._tree.text import Table, as_html, as_text, describe, first_few, first_lines
+from .._tree.text import Printed, Table, describe, first_few, first_lines
 from .._tree.types import PyTree, common_dtype
 from . import accidents
 from .accidents import meet, note_ties, warn_of_accidents, warn_of_parted_ties
@@ -28,7 +28,7 @@ from .ties import Alias, find_ties
 from .where import Where, decide, select
 
 
-class Layout:
+class Layout(Printed):
     """The static map of a model's parameters: which are trained, and which are tied.
 
     You get one from `tp.layout`. Two layouts are equal if they describe models of the same structure, static fields,
@@ -272,12 +272,6 @@ class Layout:
         counts = f"{len(self.slots):,} slot{'s' * (len(self.slots) != 1)}{names}"
         counts += f", {self.size:,} element{'s' * (self.size != 1)}, {self.dtype}"
         return f"Layout({counts}; {frozen} frozen; digest {self.digest})"
-
-    def __str__(self) -> str:
-        return as_text(self._blocks())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._blocks())
 
     def _blocks(self) -> list[Table | str]:
         return [*summary_of(self._index).blocks, *self._notes]

@@ -22,7 +22,7 @@ from .._slots.where import Where, name_of
 from .._tree.paths import join_path, key_entries, split_path
 from .._tree.static_keys import contents
 from .._tree.structure import is_array, structure_of
-from .._tree.text import Table, as_html, as_text, describe, quoted
+from .._tree.text import Printed, Table, describe, quoted
 from .._tree.types import PyTree
 from ._coupling import without_nodes
 from ._master import copies_in
@@ -307,7 +307,7 @@ def _paths_at(form: Form, paths: Sequence[str]) -> Iterator[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(Printed):
     """The group of each leaf; you see it printed as a table.
 
     Attributes:
@@ -321,10 +321,10 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return as_text([self.table, *self.notes])
+        return str(self)
 
-    def _repr_html_(self) -> str:
-        return as_html([self.table, *self.notes])
+    def _blocks(self) -> list[Table | str]:
+        return [self.table, *self.notes]
 
 
 Report.__module__ = "treeparams.types"
