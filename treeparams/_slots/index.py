@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import math
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.paths import join_path, split_path
-from .._tree.structure import Structure, getter
+from .._tree.structure import Avals, Structure, getter
 from .._tree.text import AS_ARRAY, Printed, Table, describe, first_few, in_bytes, quoted, warn
 from .._tree.types import PyTree, TreeDef, is_complex
 from .ties import Alias, followers
@@ -59,9 +58,6 @@ class Slot(NamedTuple):
 Slot.__module__ = "treeparams"
 
 
-_shape = operator.attrgetter("shape")
-
-
 class _Gathers(NamedTuple):
     """Functions that pick parts of the list of a model's leaves, and the way back: each is one call that runs in C."""
 
@@ -80,6 +76,7 @@ class Index:
     def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
         self.structure = structure
         self.forms: dict[Any, Any] = {}  # those that were asked for
+        self._avals = Avals()  # of arrays with the shapes of the slots
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
         # For accidents with ties: as of which change of the memory. A mask, or a callable, makes an index at each call.
         self.checked: dict[str, int] = structure.remember(("checked", trained, ties), dict)
@@ -138,10 +135,7 @@ class Index:
 
     def have_shapes(self, arrays: Sequence[Any]) -> bool:
         """Returns whether these are arrays, one for each slot, of its shape."""
-        try:
-            return list(map(_shape, arrays)) == self.shapes
-        except AttributeError:  # labels have none, nor have results of a `jax.tree.map`
-            return False
+        return self._avals.fit(arrays, lambda: [getattr(each, "shape", None) for each in arrays] == self.shapes)
 
     @functools.cached_property
     def dtypes(self) -> list[Any]:

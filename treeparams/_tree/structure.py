@@ -41,7 +41,7 @@ _MEMORIES = 256  # derived things per structure; far more than a program uses
 take = jtu.default_registry.flatten_one_level_with_keys
 """The children of a node with their keys, and its static value; `None` of a leaf."""
 _NO_KEY = jtu.FlattenedIndexKey  # the key that JAX gives where a class is registered without keys
-_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_shape, _dtype, _aval = map(operator.attrgetter, ("shape", "dtype", "aval"))
 
 
 def same_treedef(a: TreeDef, b: TreeDef) -> bool:
@@ -58,6 +58,32 @@ def getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     if list(indices) == list(range(start, stop)):  # a slice takes a fifth of the time, and a model is often one
         return lambda items: tuple(items[start:stop])
     return operator.itemgetter(*indices)
+
+
+class Avals:
+    """The avals of the arrays that fitted last.
+
+    Arrays that come out of one program share these objects from call to call. To find them the same takes a third of
+    the time of comparing shapes and dtypes.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[Any] = []
+
+    def fit(self, arrays: Sequence[Any], are_right: Callable[[], bool]) -> bool:
+        """Returns whether the arrays have the avals of the last ones that fitted, or else whether they are right."""
+        try:
+            avals = list(map(_aval, arrays))
+        except AttributeError:  # of NumPy arrays, of labels, and of arrays that are only described
+            return are_right()
+        # Lists compare objects before values. Comparing the values of each takes longer than comparing shapes, so the
+        # last ones tell whether it is worth a try.
+        if avals and self._last and avals[-1] is self._last[-1] and avals == self._last:
+            return True
+        if are_right():
+            self._last = avals
+            return True
+        return False
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
@@ -453,7 +479,7 @@ class _Known:
         self.positions = [i for i, (leaf, spec) in pairs if spec is not None or isinstance(leaf, np.ndarray)]
         self.arrays = getter(self.positions)
         found = self.arrays(leaves)
-        self.shapes, self.dtypes, self.avals = list(map(_shape, found)), list(map(_dtype, found)), [None]
+        self.shapes, self.dtypes, self.avals = list(map(_shape, found)), list(map(_dtype, found)), Avals()
         self.distinct = len(set(map(id, found)))
         # Of a NumPy array the type says nothing of the dtype.
         self.numpy = getter([i for i in self.positions if isinstance(leaves[i], np.ndarray)])
@@ -474,7 +500,8 @@ class _Known:
         if self.structure.is_traced and _refs_in(leaves) != self.structure.refs:
             return False
         arrays = self.arrays(leaves)
-        if by_shape and not self.fits_by_shape(arrays):
+        are_right = lambda: list(map(_shape, arrays)) == self.shapes and list(map(_dtype, arrays)) == self.dtypes
+        if by_shape and not self.avals.fit(arrays, are_right):
             return False
         if not by_shape and self.numpy_dtypes != list(map(_dtype, self.numpy(leaves))):
             return False
@@ -488,19 +515,6 @@ class _Known:
         if self.key is not None:
             return _keys_of(statics) == self.key
         return all(map(operator.is_, statics, self.statics)) or _keys_of(statics) == _keys_of(self.statics)
-
-    def fits_by_shape(self, arrays: Sequence[Any]) -> bool:
-        # Arrays that come out of one program share their avals from call to call. To find them the same takes a third
-        # of the time of comparing shapes and dtypes; the last ones tell whether it is worth a try.
-        avals = [getattr(each, "aval", None) for each in arrays[-1:]]
-        if avals and avals[0] is self.avals[-1] is not None:
-            avals = [getattr(each, "aval", None) for each in arrays]
-            if all(map(operator.is_, avals, self.avals)):
-                return True
-        if list(map(_shape, arrays)) != self.shapes or list(map(_dtype, arrays)) != self.dtypes:
-            return False
-        self.avals = [getattr(each, "aval", None) for each in arrays] or [None]
-        return True
 
 
 def _keys_of(statics: Sequence[Any]) -> list[Hashable]:
