@@ -16,7 +16,6 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._forms.block import Block
 from .._forms.form import Form, stacks_of, tree_of, vector_of
 from .._forms.restructure import Restructure, halves_of, restructure_over
 from .._forms.states import divide
@@ -210,18 +209,15 @@ def _in_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
         for key, parts in of_key.items()
         for words, rows in parts.items()
     }
-    members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
-    first = [layout.slots[rows[0]] for rows in members]
-    blocks = [Block.rows(slot.shape, slot.dtype, len(rows)) for slot, rows in zip(first, members, strict=True)]
-    form = Form(treedef, tuple(blocks), tuple(map(tuple, members)), layout.paths, "the stacks of the plan")
-    of_blocks = [max([places[slot] for slot in rows], key=lambda place: place.is_lent) for rows in members]
+    form = Form.of(tree, layout.slots, layout.paths, "the stacks of the plan")
+    of_blocks = [max([places[slot] for slot in rows], key=lambda place: place.is_lent) for rows in form.members]
     specs, in_update = ([place.of_stack(axes, which) for place in of_blocks] for which in (False, True))
     # Devices that own rows have equally many while the rule runs. The rows that are missing are zeros.
     longer = [
         dataclasses.replace(block, length=-(-len(block.shapes) // axes.devices) * axes.devices)
         if place.is_lent
         else block
-        for block, place in zip(blocks, of_blocks, strict=True)
+        for block, place in zip(form.blocks, of_blocks, strict=True)
     ]
     return _Laid(form, specs, places, (dataclasses.replace(form, blocks=tuple(longer)), in_update))
 
