@@ -29,13 +29,12 @@ def dtypes_of(layout, multiple=1):
     members = {}
     for number, slot in enumerate(layout.slots):
         members.setdefault(str(slot.dtype), []).append(number)
-    treedef, blocks = jax.tree.structure(dict.fromkeys(members, 0)), []
-    for dtype in sorted(members):
-        shapes, sizes = zip(*[(layout.slots[n].shape, layout.slots[n].size) for n in members[dtype]], strict=True)
-        length = -(-sum(sizes) // multiple) * multiple
-        blocks.append(Block.vector(shapes, [jnp.dtype(dtype)] * len(shapes), jnp.dtype(dtype), length))
-    slots = tuple([tuple(members[dtype]) for dtype in sorted(members)])
-    return Form(treedef, tuple(blocks), slots, layout.paths, "a vector for each dtype")
+
+    def block_of(slots):
+        length = -(-sum(slot.size for slot in slots) // multiple) * multiple
+        return Block.vector(slots, slots[0].dtype, length)
+
+    return Form.of(members, layout.slots, layout.paths, "a vector for each dtype", block_of)
 
 
 def dtypes(tx, trainable=None):

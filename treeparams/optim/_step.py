@@ -124,9 +124,8 @@ def _block(owners: Owners, copy: jax.Array, shapes: list[tuple[int, ...]]) -> Bl
     """Returns where the pieces of parameters of these shapes lie in a copy."""
     if owners.axis is None:
         return Block.single(copy.shape, copy.dtype)
-    if owners.has_rows:
-        return Block.rows(shapes[0], copy.dtype, len(shapes))
-    return Block.vector(shapes, [copy.dtype] * len(shapes), copy.dtype, copy.size)
+    pieces = [jax.ShapeDtypeStruct(shape, copy.dtype) for shape in shapes]
+    return Block.rows(pieces) if owners.has_rows else Block.vector(pieces, copy.dtype, copy.size)
 
 
 def apply_updates(model: M, updates: PyTree) -> M:

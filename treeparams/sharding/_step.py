@@ -196,7 +196,9 @@ def make_step(
     compute = Compute.of(placement.layout, placement.form, compute_dtype)
     update = Update.of(tx, placement.layout, placement.in_update[0], average)
     pieces = count_of("microbatches", microbatches, "pieces")
-    instead = INSTEAD["stacks"] if any(placement.stacked) else 'use form="stacks" with optim.per_leaf, or form="tree"'
+    instead = (
+        INSTEAD["stacks"] if placement.name == "stacks" else 'use form="stacks" with optim.per_leaf, or form="tree"'
+    )
     check_form(update.rule, placement.layout, placement.form, ("sharding.make_step", instead), {})
     kept = placement.made(update.start)
     check_names(kept[0], index_of(placement.layout))
@@ -334,7 +336,9 @@ class Step:
             leaf = jnp.pad(leaf, missing) if any(map(any, missing)) else leaf
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
-        like, specs = placement.made_in_update(lambda params: (params, params, self._update.start(params)[0]))
+        kept = lambda params: (params, params, self._update.start(params)[0])
+        like, specs = placement.made_over(kept, *placement.in_update)
+        specs = jtu.tree_unflatten(jtu.tree_structure(like), specs)
         params, gradients, rule = jax.tree.map(lend, before, like, specs)
         after = self._update.step(params, gradients, rule, value)
         back = lambda leaf, own: leaf[tuple(map(slice, own.shape))]
