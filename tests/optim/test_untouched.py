@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-import treeparams as tp
 from treeparams import optim
 
 from ..zoo import STACKS, VECTOR, ramp
@@ -122,17 +121,6 @@ def test_what_nothing_can_be_added_to_has_no_zero():
     arrays = {path: leaf if path == "w" else None for path, leaf in before.items()}  # as `eqx.filter` leaves it
     state = tx.init(arrays)
     assert optax.apply_updates(arrays, tx.update({"w": ramp(2)}, state, arrays)[0])["key"] is None
-
-
-def test_optax_fetches_value_and_gradient_over_the_parameters_of_a_partition():
-    loss = lambda params, rest: jnp.sum(tp.combine(params, rest)["w"] ** 2)
-    rule = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3, store_grad=True))
-    before = {"w": ramp(2), "frozen": ramp(2), "f": jnp.tanh}
-    tx = optim.trainable(rule, "w", missing="zeros")
-    state = tx.init(before)
-    params, rest = tp.partition(before, state.layout)
-    value, grads = optax.value_and_grad_from_state(loss)(params, rest, state=state)
-    np.testing.assert_allclose((value, *grads["w"]), (jnp.sum(before["w"] ** 2), *2 * before["w"]), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("without_type_checks")
