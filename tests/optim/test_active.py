@@ -191,18 +191,3 @@ def test_any_sequence_of_choices_and_flags_is_each_leafs_own_run(stages):
                 want[name] = leaf - (0.1 - 0.01 * count) * trace, trace, min(count + 1, 8)
         for name, (leaf, *_) in want.items():
             np.testing.assert_allclose(model[name], leaf, rtol=1e-5)
-
-
-def test_more_layers_take_no_more_masks():
-    tx = optim.trainable(rows(optax.sgd(0.1, momentum=0.9)), form="stacks")
-
-    def masks(layers):
-        net = {"layers": [{"w": ramp(2, 2), "b": ramp(2)} for _ in range(layers)]}
-
-        def one(net, state, flags):
-            return tx.update(tp.copy(net), state, net, active={f"layers.{i}": flags[i] for i in range(layers)})
-
-        text = jax.jit(one).lower(net, tx.init(net), np.ones(layers, bool)).as_text()
-        return text.count("stablehlo.select") + text.count("call @_where")
-
-    assert masks(9) == masks(3) > 0

@@ -156,12 +156,3 @@ def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
     np.testing.assert_array_equal(tx.update(tp.copy(model), state, model, temperature=3.0)[0]["a"], 3.0)
     tx.init(model)
     assert len(calls) == tried + 1
-
-
-def test_none_counts_as_zero():
-    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    tx = optim.trainable(optax.sgd(1.0, momentum=0.5), form="vector")
-    _, state = tx.update(tp.copy(model), tx.init(model), model)
-    updates, state = tx.update({"a": jnp.zeros(2), "b": None}, state, model)
-    np.testing.assert_array_equal(state.runs[0][0].trace, 0.5)
-    np.testing.assert_array_equal(updates["b"], updates["a"])

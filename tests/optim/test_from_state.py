@@ -2,14 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_close, assert_same, ramp
+from ..zoo import assert_close, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -59,24 +58,6 @@ def test_a_state_without_value_and_gradient_is_refused():
 
 FREE = optax.contrib.schedule_free_sgd(0.1)
 EVALUATE = optax.contrib.schedule_free_eval_params
-
-
-def later(state):
-    """A state as if steps had been taken."""
-    return jax.tree.map(lambda leaf: leaf + np.float32(0.25) if leaf.dtype == jnp.float32 else leaf, state)
-
-
-def test_each_history_is_evaluated_by_itself():
-    model = {"x": ramp(2), "y": ramp(3)}
-    tx = optim.trainable(optax.chain(optax.identity(), FREE), "x")
-    state = optim.set_trainable(tx, later(tx.init(model)), model)
-    assert len(state.runs) == 2
-    evaluated = optim.eval_params(lambda state, params: EVALUATE(state[1], params), state, model)
-    for path in model:
-        (run,) = [run for run in state.runs if run[1].z[path] is not None]
-        assert_same(evaluated[path], EVALUATE(run[1], model | {other: None for other in model if other != path})[path])
-    held = optim.set_trainable(tx, state, model, "x")
-    assert optim.eval_params(lambda state, params: EVALUATE(state[1], params), held, model)["y"] is model["y"]
 
 
 def test_a_state_in_no_form_is_refused():

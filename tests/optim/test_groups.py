@@ -140,18 +140,6 @@ def test_report(without_type_checks):
         optim.report(flat, {"a": jnp.ones(1)}, {})
 
 
-@forms
-def test_adjust_one_group_and_all(form):
-    tx, model = groups({"a": sgd(0.1), "**": sgd(0.25, momentum=0.0)}, form=form), _model()
-    state = optim.adjust(tx.init(model), "a", learning_rate=1.0)
-    assert rates(tx, model, state) == {"a": 1.0, "b.w": 0.25, "b.v": 0.25}
-    state = optim.adjust(state, learning_rate=3.0)
-    assert rates(tx, model, state) == {"a": 3.0, "b.w": 3.0, "b.v": 3.0}
-    state = optim.adjust(state, momentum=0.5)  # only one of them knows it
-    _, state = tx.update(jax.tree.map(np.ones_like, tp.partition(model)[0]), state, model)
-    assert rates(tx, model, state) == {"a": 3.0, "b.w": 4.5, "b.v": 4.5}
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_adjust_does_not_retrace_and_takes_traced_numbers(dtype):
     tx = optim.trainable(optax.chain(optim.clip_by_global_norm(9.0), sgd(0.1)))
@@ -165,19 +153,6 @@ def test_adjust_does_not_retrace_and_takes_traced_numbers(dtype):
     np.testing.assert_allclose(traced(0.5).astype(jnp.float32), -0.5)
     plain = jax.jit(lambda rate: sgd(0.1).update(model, optim.adjust(sgd(0.1).init(model), learning_rate=rate))[0]["w"])
     np.testing.assert_allclose(plain(0.5).astype(jnp.float32), -0.5)
-
-
-def test_adjust_reaches_what_is_held_and_no_parameter_of_that_name():
-    model = {"hyperparams": {"learning_rate": jnp.ones(1)}, "w": jnp.ones(1)}
-    tx = optim.trainable(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.5))
-    _, state = tx.update(tp.copy(model), tx.init(model), model)
-    waits = optim.set_trainable(tx, state, model, "w")
-    adjusted = optim.adjust(waits, learning_rate=0.5)
-    for after, before in zip((*adjusted.runs, *adjusted.held), (*waits.runs, *waits.held), strict=True):
-        assert float(after.hyperparams["learning_rate"]) == 0.5
-        assert_same(after.inner_state, before.inner_state)
-    fresh = optim.set_trainable(tx, state, model, reset=True)
-    assert_same(fresh.runs[0].inner_state, tx.init(model).runs[0].inner_state)
 
 
 def test_errors_of_adjust(without_type_checks):
@@ -227,11 +202,3 @@ def test_over_stacks_by_the_names_of_their_groups():
         match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*\(\.\.\.\), form='stacks'\)"
         with pytest.raises(ValueError, match=match):
             tx.init(wrong)
-
-
-def test_positions_count_from_the_end_where_the_last_is_frozen():
-    # A rule within the optimiser sees `None` in its place.
-    model = [jnp.ones(2), jnp.ones(3), jnp.ones(4)]
-    tx = optim.trainable(optim.groups({"-2": optax.sgd(0.1)}, optax.sgd(1.0)), "!-1")
-    tx.init(model)
-    assert optim.report(tx, model).groups == {"0": "default", "1": "-2"}

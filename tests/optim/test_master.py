@@ -174,26 +174,6 @@ def test_plain_optax_shares_no_buffer_and_leaves_out_what_has_no_gradient():
     assert_same(masked.update(tp.copy(params), masked.init(params), params)[0]["b"], params["b"])
 
 
-def test_functions_are_called_with_what_is_trained():
-    model, seen = {"w": jnp.asarray([1.0, 0.5, 3.0], LOW)}, []
-
-    def loss(model):
-        seen.append(model["w"].dtype)
-        return jnp.sum(model["w"] ** 2)
-
-    def update(updates, state, params, value_fn, grad, grad_fn, note):
-        value, gradient = jax.value_and_grad(value_fn)(params)
-        seen.extend([value.dtype, gradient["w"].dtype, grad["w"].dtype, grad_fn(params)["w"].dtype, params["w"].dtype])
-        return jax.tree.map(lambda each: -0.5 * each, gradient), state
-
-    tx = optim.trainable(optim.master(optax.GradientTransformationExtraArgs(lambda params: (), update)))
-    extra = {"grad": model, "value_fn": loss, "grad_fn": tp.grad(loss), "note": "as it is"}
-    model, _ = optim.step(tx, tp.copy(model), tx.init(model), model, **extra)
-    single = [np.dtype(np.float32)]
-    assert seen == [LOW, *single * 3, LOW, *single * 2] or seen == [LOW, LOW, *single * 5]
-    np.testing.assert_array_equal(model["w"], jnp.zeros(3, LOW))
-
-
 # -- Where a narrow parameter trains without it ------------------------------------------------------------------------
 
 

@@ -128,12 +128,7 @@ ADAPTED: list[Row] = [
     ("a rate without a name", lambda t: optim.adjust(t.state, 0.1), TypeError, "as in learning_rate=0.1; got 0.1"),
     ("adjust(tx)", lambda t: optim.adjust(t.tx, learning_rate=0.1), TypeError, "expected a state.*the state comes fir"),
     ("optax's clip", lambda t: t.state.clip, ValueError, r"write optim.clip_by_global_norm\(max_norm\)"),
-    (
-        "set_trainable: order",
-        lambda t: optim.set_trainable(t.tx, t.model, t.state),
-        ValueError,
-        "order: tx, state",
-    ),
+    ("set_trainable: order", lambda t: optim.set_trainable(t.tx, t.model, t.state), ValueError, "order: tx, state"),
     ("set_trainable: plain", lambda t: optim.set_trainable(t.sgd, t.state, t.model), TypeError, "whole chain into opt"),
     ("set_trainable: a part", lambda t: optim.set_trainable(t.tx, t.state, t.params), ValueError, OTHER_TREE),
     ("report(tx, state)", lambda t: optim.report(t.tx, t.state), TypeError, r"optim.report\(tx, model, state\)"),
@@ -142,25 +137,4 @@ ADAPTED: list[Row] = [
 
 @pytest.mark.parametrize("row", [*OPTIM, *ADAPTED], ids=operator.itemgetter(0))
 def test_a_mistake_is_answered(row):
-    check(row)
-
-
-# What Optax and Equinox do with a model before any function of this library is called.
-THEIRS: list[Row] = [
-    # `zeros_like` of all leaves comes first; it stands within, optim.trainable(optax.MultiSteps(tx, 2)).
-    ("MultiSteps around", lambda t: optax.MultiSteps(t.tx, 2).init(t.model), TypeError, "zeros_like"),
-    # The dtype of all leaves comes first (Optax 0.2.5: of one); within, or with hyperparam_dtype=jnp.float32.
-    ("inject_hyperparams around", lambda t: inject(t).init(t.model), TypeError, "dtype"),
-    # It maps over both trees, and a `Rest` is of another type; tp.combine(params, rest).
-    ("eqx.combine(params, rest)", lambda t: eqx.combine(t.params, t.rest), ValueError, "structure error|type mismatch"),
-]
-
-
-def inject(t: Any) -> optax.GradientTransformation:
-    return optax.inject_hyperparams(lambda rate: optim.trainable(optax.sgd(rate)))(0.1)
-
-
-@pytest.mark.parametrize("row", THEIRS, ids=operator.itemgetter(0))
-@pytest.mark.skipif(not hasattr(optax.tree, "allclose"), reason="of a newer Optax")
-def test_three_are_answered_by_others(row):
     check(row)

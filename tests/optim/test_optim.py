@@ -21,7 +21,6 @@ BY_LEAF = optim.per_leaf(MOMENTUM)
 BY_ROW = optax.chain(optim.clip_by_global_norm(0.5), BY_LEAF)
 LINE_SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
 trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
-specimens = pytest.mark.parametrize("specimen", trained.values(), ids=trained.keys())
 forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 
 
@@ -159,18 +158,6 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
     if name == "masked":
         with pytest.raises(ValueError, match=r"a mask, or optax\.partition, is around a transformation"):
             around(optim.trainable).init(params)
-
-
-@forms
-def test_a_run_is_plain_optax(form):
-    model, rule = two(), optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1))
-    tx = form(rule)
-    state = tx.init(model)
-    sevens = optax.tree_utils.tree_map_params(rule, lambda x: np.full_like(x, 7), state.runs[0])
-    assert all((leaf == 7).all() for leaf in jax.tree.leaves((sevens[1][0].mu, sevens[1][0].nu)))
-    assert int(optax.tree_utils.tree_get(state, "clipped")) == 0
-    with pytest.raises(TypeError, match=r"the transformation inside optim.trainable, and state.runs\[0\]"):
-        optax.tree_utils.tree_map_params(tx, lambda x: x, state)
 
 
 @pytest.mark.parametrize(("name", "form"), [("transposed tie", STACKS), ("declared", optim.trainable)])

@@ -44,7 +44,6 @@ def _run(tx, params, steps=3):
     return jax.lax.scan(step, (params, tx.init(params)), length=steps)[1]
 
 
-_matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
 _labels = lambda params: jax.tree.map(lambda x: "vector" if x.ndim < 2 else "matrix", params)
 RULES = {
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
@@ -132,28 +131,7 @@ def _hot(grads, state, params=None, *, heat):
     return jax.tree.map(lambda g: g * total, grads), state
 
 
-def test_a_rule_is_looked_at_once():
-    calls = []
-    rule = optax.GradientTransformation(lambda params: (), lambda grads, *_: calls.append(1) or (grads, ()))
-    tx = optim.per_leaf(rule)
-    state = tx.init(_stacks())
-    tx.init(_stacks("float32[]"))
-    tx.update(_stacks(), state)
-    assert len(calls) == 1 + len(SHAPES)
-    tx.init(_stacks() | {"matrix": jnp.ones((20, 20))})  # larger than what it was tried with
-    assert len(calls) == 2 + len(SHAPES)
-
-
 # -- What is a stack, and what is not there ----------------------------------------------------------------------------
-
-
-def test_the_leading_axis_is_that_of_rows_wherever_the_array_stands():
-    tree = {"stacks": {"float32[2,3]": ramp(4, 2, 3)}, "nested": [ramp(3, 2, dtype=jnp.bfloat16)], "other": ramp(5)}
-    tx = optim.per_leaf(optax.scale_by_schedule(lambda count: 1.0))
-    shapes, count = jax.tree.map(jnp.shape, tx.init(tree).states), optax.ScaleByScheduleState
-    assert shapes == {"stacks": {"float32[2,3]": count((4,))}, "nested": [count((3,))], "other": count((5,))}
-    with pytest.raises(ValueError, match=r"leading axis for rows, as tp.stack makes them, and got float32\[\]"):
-        tx.init({"b": ramp()})
 
 
 @pytest.mark.parametrize("form", [optim.trainable, VECTOR])

@@ -125,10 +125,7 @@ def test_plain_optax_goes_by_path():
     assert_same(tx.update(params, tx.init(params))[0], want, identity=False)
     masked = optax.masked(tx, {"a": True, "b": False})
     assert_same(masked.update(tp.copy(params), masked.init(params), params)[0], params)
-    for tree, match in (
-        (tp.stack(params)[0], "which stacks do not have"),
-        ({"a": jnp.ones(1)}, "'b.w' selects noth"),
-    ):
+    for tree, match in ((tp.stack(params)[0], "which stacks do not have"), ({"a": jnp.ones(1)}, "'b.w' selects noth")):
         with pytest.raises(ValueError, match=match):
             tx.update(tree, tx.init(tree))
     flat = optim.trainable(optax.flatten(optax.chain(tx)))

@@ -1,6 +1,5 @@
 """States of rules as copies of a form: which array is of which parameter, and all that follows from it."""
 
-import collections
 import dataclasses
 import gc
 import pickle
@@ -85,19 +84,6 @@ def test_parameters_freeze_and_thaw_where_the_state_is_a_list():
     assert_same(updates, {"a": -2 * model["a"], "b": -3 * model["b"], "c": -3 * model["c"]})
 
 
-@pytest.mark.parametrize("form", [tree_of, stacks_of])
-def test_a_list_beside_a_tree_is_divided_by_number(form):
-    found = _owners(optax.chain(optax.adam(0.1), _in_a_list(lambda leaf: {"sum": jnp.zeros_like(leaf)})), form(LAYOUT))
-    listed = [each for path, each in found.items() if path.startswith("[1]")]
-    assert [each.paths for each in listed] == [each.paths for path, each in found.items() if "mu" in path]
-    assert {each.place for each in listed} == {(("1",), ("sum",))}
-
-
-def test_a_number_in_a_list_is_of_the_leaf_of_its_place():
-    found = _owners(_in_a_list(lambda leaf: (jnp.zeros_like(leaf), jnp.zeros(()))), tree_of(LAYOUT))
-    assert [found[f"[{i}][1]"].paths for i in range(4)] == [(path,) for path in LAYOUT.paths]
-
-
 @pytest.mark.parametrize(
     "model", [[ramp(2), ramp(2)], {"mu": [ramp(2)], "0": ramp(2), "nu": ramp(2)}], ids=["list", "names"]
 )
@@ -147,15 +133,6 @@ def test_a_state_that_cannot_be_divided_trains_and_is_refused_where_it_would_hav
     assert_same(saving.load(tmp_path / "state", tx.init(model)), state)
     with pytest.raises(ValueError, match=r"is not kept leaf by leaf.*: a, b in the file, c, d in the tree"):
         saving.load(tmp_path / "state", tx.init({"c": model["a"], "d": model["b"]}))
-
-
-@of_all
-def test_a_state_that_cannot_be_divided_is_not_loaded_in_another_order(rule, tmp_path):
-    tx = optim.trainable(rule)
-    make = lambda *names: collections.OrderedDict((name, _pair()[name]) for name in names)
-    saving.save(tmp_path / "state", tx.init(make("a", "b")))
-    with pytest.raises(ValueError, match="a, b in the file, b, a in the tree"):
-        saving.load(tmp_path / "state", tx.init(make("b", "a")))
 
 
 # -- Static arrays -----------------------------------------------------------------------------------------------------
@@ -241,7 +218,6 @@ def test_the_state_of_another_rule_is_refused():
 # -- Freezing and thawing ----------------------------------------------------------------------------------------------
 
 
-forms = pytest.mark.parametrize("form", ["tree", "vector", "stacks"])
 LATE = {  # what couples leaves after the count of each has been used
     "a clip": optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0)),
     "within MultiSteps": optax.MultiSteps(optax.chain(optax.adam(0.1), optim.clip_by_global_norm(1.0)), 2),
@@ -286,33 +262,6 @@ def test_what_couples_them_before_sees_all(name, form):
         want, begun = alone.update(grads, begun, model)
         assert_close((updates["b"], updates["c"]), (want["b"], want["c"]), 1e-6)
     assert len(state.runs) == 2
-
-
-def test_a_clip_of_momentum_without_counts_sees_that_of_all():
-    model = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
-    tx = optim.trainable(optax.chain(optax.trace(0.5), optim.clip_by_global_norm(1.0)), "a")
-    _, state = tx.update({"a": jnp.array([2.0])}, tx.init(model), model)
-    updates, state = tx.update(
-        {"a": jnp.array([2.0]), "b": jnp.array([4.0])}, optim.set_trainable(tx, state, model), model
-    )
-    assert [float(run[1].norm) for run in state.runs] == [5.0, 5.0]
-    assert_close(updates, {"a": jnp.array([0.6]), "b": jnp.array([0.8])}, 1e-6)
-
-
-def test_a_rule_that_is_made_anew_for_each_update_is_looked_at_once():
-    traced = []
-
-    def update(grads, state, params=None):
-        traced.append(1)
-        return jax.tree.map(jnp.negative, grads), state
-
-    plain = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    tx = optax.inject_hyperparams(lambda rate: optim.per_leaf(optax.chain(plain, optax.scale(rate))))(0.1)
-    model = _pair()
-    state = tx.init(model)
-    before = len(traced)
-    tx.update(tp.copy(model), state, model)
-    assert len(traced) - before == len(model)
 
 
 def test_a_group_whose_parameters_all_wait_goes_on_without_them():

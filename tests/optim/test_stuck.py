@@ -174,17 +174,6 @@ def test_a_count_belongs_to_its_parameter_through_freezing_and_resets():
     assert _run(begins, model, 3, state=thawed)[1].stuck.startswith("2 of 4 leaves stuck for 3 steps")
 
 
-def test_rows_that_wait_and_missing_gradients_are_no_steps():
-    tx, model = optim.trainable(optim.per_leaf(SLOW), form="stacks"), {"a": jnp.ones(2, LOW), "b": jnp.ones(2, LOW)}
-    update = jax.jit(lambda state, flag: tx.update(tp.copy(model), state, model, active={"a": flag})[1])
-    state = tx.init(model)
-    for flag in (True, False, False, True):
-        state = update(state, jnp.asarray(flag))
-    assert list(state.still) == [2, 4]
-    tree = optim.trainable(SLOW)
-    assert list(tree.update({"b": model["b"]}, tree.init(model), model)[1].still) == [0, 1]
-
-
 def test_the_count_is_saved_and_files_without_it_load_with_zeros(tmp_path):
     tx = optim.trainable(SLOW)
     model, state = _run(tx, _model(), 5)

@@ -49,10 +49,7 @@ def made(form, rule, trainable=None):
     return form(rule, trainable)
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [(VECTOR, "adamw"), (optim.trainable, "MultiSteps"), (STACKS, "injected")],
-)
+@pytest.mark.parametrize(("form", "name"), [(VECTOR, "adamw"), (optim.trainable, "MultiSteps"), (STACKS, "injected")])
 def test_frozen_for_50_steps_is_as_if_they_had_not_happened(form, name):
     rule = RULES[name]
     model, tx = _pair(), made(form, rule)
@@ -73,19 +70,6 @@ def test_frozen_for_50_steps_is_as_if_they_had_not_happened(form, name):
     np.testing.assert_allclose(model["b"], alone["b"], rtol=1e-6)
     assert [int(count) for count in state.counts] == [58, 8]
     assert (len(state.runs), state.held) == (2, ())
-
-
-def test_a_vector_of_mixed_dtypes_keeps_its_digits():
-    choice = "low"
-    model = {"low": jnp.full(3, 1 / 3, jnp.bfloat16), "single": jnp.full(2, 1 / 3)}
-    tx = made(VECTOR, optax.sgd(0.1, momentum=0.9))
-    model, state = _steps(tx, tx.init(model), model, 3)
-    there = optim.set_trainable(tx, state, model, choice)
-    assert_same(optim.set_trainable(tx, there, model), state)
-    both = optim.set_trainable(tx, _steps(tx, there, model, 1)[1], model)
-    assert len(both.runs) == 2
-    for before in (there, both):
-        assert jax.eval_shape(tx.update, model, before, model)[1] == jax.eval_shape(lambda state: state, before)
 
 
 @forms
@@ -178,69 +162,6 @@ def test_frozen_leaves_cost_no_backward_no_optimiser_work_and_no_memory():
     assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(model))) + 8  # the counts of a second history
 
 
-def test_a_rule_is_traced_once_for_all_histories_and_a_step_once_per_choice():
-    model = {name: jnp.ones(2) for name in "abcdef"}
-    calls = {"init": 0, "update": 0}
-    rule = optax.sgd(0.1, momentum=0.9)
-
-    def init(params):
-        calls["init"] += 1
-        return rule.init(params)
-
-    def update(updates, state, params=None):
-        calls["update"] += 1
-        return rule.update(updates, state, params)
-
-    tx = optim.trainable(optax.GradientTransformation(init, update), "a")
-    compiled = jax.jit(tx.update)
-    state = tx.init(model)
-    for names in ("ab", "abc", "abcd", "abcde"):
-        _, state = tx.update(tp.copy(model), state, model)
-        calls["init"] = 0
-        state = optim.set_trainable(tx, state, model, list(names))
-        assert calls["init"] <= 4  # the fresh leaf's, the shapes of all, and of both which array is of which leaf
-    assert len(state.runs) == 5
-    calls["update"] = 0
-    updates, after = compiled(model, state, model)
-    assert calls["update"] == 1
-    assert_close(updates, tx.update(tp.copy(model), state, model)[0], 1e-6)
-    fewer = optim.set_trainable(tx, after, model, list("abc"))
-    for each in (fewer, optim.set_trainable(tx, fewer, model, list("abcde"))):  # the second choice is known
-        compiled(model, each, model)
-    assert compiled._cache_size() == 2
-
-
-def test_in_the_state_of_a_wrapper():
-    tx, grads = optim.trainable(optax.sgd(0.1, momentum=0.9)), _ones(_pair())
-    model, state = optim.step(tx, grads, tx.init(_pair()), _pair())
-    some = grads | {"b": None}  # apply_if_finite compares its structure with that of the updates
-    want, _ = optim.step(tx, some, optim.set_trainable(tx, state, model, "a"), model)
-    for wrapped in (
-        optax.named_chain(("all", tx)),
-        optax.apply_if_finite(tx, 3),
-        optax.inject_hyperparams(lambda scale: optax.chain(tx, optax.scale(scale)))(1.0),
-    ):
-        _, around = optim.step(wrapped, grads, wrapped.init(_pair()), _pair())
-        around = optim.set_trainable(tx, around, model, "a")
-        assert_close(optim.step(wrapped, some, around, model)[0], want)
-
-
-def test_groups():
-    model = _pair()
-    rules = {"a": optax.MultiSteps(optax.sgd(0.1), 2), "**": optax.inject_hyperparams(optax.sgd)(0.1)}
-    tx = STACKS(optim.groups(rules))
-    model, state = _steps(tx, tx.init(model), model, 3)
-    state = optim.set_trainable(tx, state, model, "b")
-    state = optim.adjust(state, "**", learning_rate=0.5)
-    before = model["a"]
-    model, state = optim.step(tx, _ones(model), state, model)
-    assert model["a"] is before
-    state = optim.set_trainable(tx, state, model)
-    updates, state = jax.jit(tx.update)(_ones(model), state, model)
-    np.testing.assert_allclose(updates["b"], -0.5)
-    assert np.max(updates["a"]) < 0  # the second of its two calls
-
-
 def test_ties_are_those_of_the_state():
     shared = jnp.array([1.0, 2.0])
     model = {"a": shared, "b": shared, "c": jnp.ones(1)}
@@ -271,19 +192,6 @@ def test_thawing_what_a_class_declares_frozen():
     with pytest.raises(ValueError, match="declared frozen"):
         optim.set_trainable(tx, state, model, "mean")
     assert optim.set_trainable(tx, state, model, state.layout.thaw("mean")).layout.paths == ("weight", "mean")
-
-
-def test_lbfgs_refuses_the_change_unless_reset():
-    form, rule = VECTOR, optax.scale_by_lbfgs(memory_size=2)
-    model, tx = _pair(), made(form, rule)
-    state = tx.init(model)
-    assert_same(optim.set_trainable(tx, state, model), state)  # no change
-    first = form(rule, "a")
-    for own, choice in ((tx, "a"), (first, None)):
-        with pytest.raises(ValueError, match=r"L-BFGS remembers steps of all trained leaves.*reset=True"):
-            optim.set_trainable(own, own.init(model), model, choice)
-    _, state = jax.jit(tx.update)(model, state, model)
-    assert_same(optim.set_trainable(tx, state, model, "a", reset=True), first.init(model))
 
 
 @pytest.mark.parametrize("form", [optim.trainable, STACKS])
@@ -344,16 +252,6 @@ def test_a_history_without_gradients_is_warned_of_once():
     jax.jit(tx.update)(grads, state, model)
     _, state = tx.update(tp.copy(model), state, model)
     optim.step(tx, grads, state, model)  # it had one: partial gradients are allowed
-
-
-@forms
-def test_freezing_all_and_thawing_again(form):
-    model, tx = _pair(), form(optax.sgd(0.1, momentum=0.9))
-    _, state = tx.update(tp.copy(model), tx.init(model), model)
-    none = optim.set_trainable(tx, state, model, jax.tree.map(lambda _: False, model))
-    same, none = optim.step(tx, _ones(model), none, model)
-    assert_same(same, model)
-    assert_same(optim.set_trainable(tx, none, model), state)
 
 
 def test_errors():

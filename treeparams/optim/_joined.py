@@ -318,6 +318,7 @@ class _Reader(Walk[Value]):
         super().__init__()
         self.opaque = set[str]()
         self._members: dict[int, frozenset[int]] = {}  # the numbers among which one is the largest, the least ...
+        self._literals = dict[Any, Value]()
         self._kept = list[Any]()  # whose ids are in hashes
 
     # -- Operations ----------------------------------------------------------------------------------------------------
@@ -387,6 +388,13 @@ class _Reader(Walk[Value]):
         params = repr(sorted([(name, repr(value)) for name, value in eqn.params.items()]))
         key = eqn.primitive.name, params, *[str(atom.aval) for atom in eqn.invars], *its
         return [_of_size(_hashed("whole", i, key), var.aval.size) for i, var in enumerate(eqn.outvars)]
+
+    def literal(self, atom: Any) -> Value:
+        """Returns the number of a constant in an operation."""
+        key = str(atom.aval), repr(atom.val)
+        if key not in self._literals:
+            self._literals[key] = self.constant(atom.val)
+        return self._literals[key]
 
     def constant(self, value: Any) -> Value:
         """Returns the number of a constant: not its value, which may be a rate that changes later."""

@@ -284,7 +284,7 @@ class Rule:
         """Returns the form in which the rule sees the parameters of a layout."""
         if self.form == "tree":
             return tree_of(layout)
-        if callable(self.form):
+        if not isinstance(self.form, str):
             return self.form(layout)
         return self._remembered(layout, "form", functools.partial(form_for, self.tx, self.form, layout))
 
