@@ -28,10 +28,6 @@ from ._updates import MasterState
 
 def check_model(params: PyTree) -> None:
     """Checks that `init` received a model, and the whole of it."""
-    if type(params).__name__ == "_ParamsPlaceholder":  # of optax.tree_utils.tree_map_params
-        raise TypeError(
-            "tree_map_params takes plain Optax: the transformation inside optim.trainable, and state.runs[0]"
-        )
     if nodes_of(optax.MaskedNode, params):
         raise ValueError(f"a mask, or optax.partition, is around a transformation over models; {ONE}")
 
@@ -56,9 +52,7 @@ def _check_chain(node: Any) -> None:
         return
     *before, last = (bool(nodes_of(MasterState, each)) for each in node)
     if any(before):
-        raise ValueError(
-            "optim.master must be last in a chain, around all that makes the step: write optim.master(optax.chain(...))"
-        )
+        raise ValueError("optim.master must be last in a chain, around all of it: write optim.master(optax.chain(...))")
     if last:
         jax.tree.map(_check_chain, node[-1], is_leaf=_is_chain)
 
@@ -123,8 +117,7 @@ def check_ties(model: PyTree, parts: Parts[Any]) -> None:
 def zeros_filled(model: PyTree, updates: PyTree) -> PyTree:
     """Returns the updates, with a zero at each number and array of numbers that has no update."""
     leaves, treedef = flatten(model)
-    steps = treedef.flatten_up_to(updates)
-    return jtu.tree_unflatten(treedef, map(_or_zero, leaves, steps))
+    return jtu.tree_unflatten(treedef, map(_or_zero, leaves, treedef.flatten_up_to(updates)))
 
 
 def _or_zero(leaf: Any, step: Any) -> Any:
@@ -178,9 +171,7 @@ def _groups_for(tx: Extended, layout: Layout) -> dict[str, list[int]] | None:
     check_groups(nodes, index_of(layout))
     divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
     if any(each != divisions[0] for each in divisions) or any(list(groups_in(node.inner_states)) for node in nodes):
-        raise ValueError(
-            'form="stacks" makes stacks for one optim.groups, but there are several: give each group its own chain'
-        )
+        raise ValueError('form="stacks" makes stacks for one optim.groups, but there are several; chain within groups')
     numbers = {slot.path: i for i, slot in enumerate(layout.slots)}
     return {name: [numbers[path] for path in paths] for name, paths in divisions[0].items()}
 

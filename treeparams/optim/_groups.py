@@ -202,10 +202,8 @@ class _Groups:
         """Returns the group of each parameter, the first that selects it."""
         entries, names = entries_of(params, [*self.wheres.values()]), [*self.wheres]
         lost = [path for path in paths if path not in entries]
-        if lost and not self._has_default():
-            raise ValueError(
-                f"trained, but in no group: {quoted(lost, 5)}; write optim.groups({{...}}, default=...) for the others"
-            )
+        if lost and len(self.rules) == len(self.wheres):  # no default
+            raise ValueError(f"trained, but in no group: {quoted(lost, 5)}; write optim.groups({{...}}, default=...)")
         return [names[entries[path]] if path in entries else "default" for path in paths]
 
     def of_stacks(self, stacks: PyTree) -> list[str]:
@@ -216,7 +214,7 @@ class _Groups:
         leaves = jtu.tree_flatten_with_path(stacks)[0]
         found = [_keys_of_stack(path, leaf) or () for path, leaf in leaves]
         given = {i: str(keys[-2].key) for i, keys in enumerate(found) if len(keys) > 1}
-        if self._has_default():
+        if len(self.rules) > len(self.wheres):
             # A rule for a group that the stacks do not have is a mistake: the default is for groups without a rule.
             is_fine = self.wheres.keys() <= set(stacks)
         else:
@@ -228,9 +226,6 @@ class _Groups:
                 "or optim.trainable(optim.groups(...), form='stacks')"
             )
         return [name if name in self.rules else "default" for name in given.values()]
-
-    def _has_default(self) -> bool:
-        return self.rules.keys() > self.wheres.keys()
 
     def _partition(self, groups: Sequence[Group]) -> Any:
         rules: Any = self.rules
@@ -260,9 +255,8 @@ def _keys_of_stack(path: Sequence[Any], leaf: Any) -> Sequence[Any] | None:
 
 def _labelled(names: Mapping[str, str], tree: PyTree) -> PyTree:
     """Returns a tree of parameters with each replaced by the name of its group."""
-    return jtu.tree_unflatten(
-        jtu.tree_structure(tree), [names[path] for path in structure_of(without_nodes(tree))[2].paths]
-    )
+    paths = structure_of(without_nodes(tree))[2].paths
+    return jtu.tree_unflatten(jtu.tree_structure(tree), [names[path] for path in paths])
 
 
 def group_name(where: object) -> str:

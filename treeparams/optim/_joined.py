@@ -102,12 +102,11 @@ def _difference(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, 
         if not differs:
             return ""
         opaque = sorted({name for reader in readers for name in reader.opaque})
-        reason = reason or (
-            f"calls {', '.join(opaque)}, which may do something else to joined leaves"
-            if opaque
-            else "looks at the shapes of leaves, their axes or norms, or at their names: "
-            f"{differs[0]!r} gets another update if it is joined with others"
-        )
+        where = f"{differs[0]!r} gets another update if it is joined with others"
+        words = f"looks at the shapes of leaves, their axes or norms, or at their names: {where}"
+        reason = reason or words
+        if opaque:
+            reason = f"calls {', '.join(opaque)}, which may do something else to joined leaves"
     return reason
 
 
@@ -149,9 +148,7 @@ def few_alike(layout: Layout) -> list[int]:
     return sorted({i for slots in alike.values() for i in (slots[0], slots[-1])})
 
 
-def _updates(
-    reader: "_Reader", rule: Extended, way: _Way, leaves: Sequence[jax.ShapeDtypeStruct], extra: Mapping[str, Any]
-) -> list[Any]:
+def _updates(reader: "_Reader", rule: Extended, way: _Way, leaves: Sequence[Any], extra: Any) -> list[Any]:
     """Returns the numbers of each leaf's updates in some steps."""
     show, members = way
     like = _program(show, leaves)[1]

@@ -148,9 +148,7 @@ def _is_nothing(node: Any) -> bool:
 def _row(stack: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype that the rule sees of a stack."""
     if not jnp.ndim(stack):
-        raise ValueError(
-            f"optim.per_leaf takes the leading axis for rows, as tp.stack makes them, and got {describe(stack)}"
-        )
+        raise ValueError(f"optim.per_leaf takes the leading axis for rows, as of tp.stack, and got {describe(stack)}")
     return jax.ShapeDtypeStruct(jnp.shape(stack)[1:], jnp.result_type(stack))
 
 
@@ -172,9 +170,7 @@ def _start_rows(rule: Extended, stack: Any) -> PyTree:
     return jax.tree.map(lambda leaf: laid_as(leaf, stack if leaf.shape == stack.shape else rows), state)
 
 
-def _check(
-    rule: Extended, known: set[Any], each: Iterable[jax.ShapeDtypeStruct], extra: dict[str, Any] | None = None
-) -> bool:
+def _check(rule: Extended, known: set[Any], each: Iterable[Any], extra: dict[str, Any] | None = None) -> bool:
     """Checks that a rule treats such rows one by one, unless that is known already.
 
     Returns:

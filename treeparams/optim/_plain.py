@@ -90,9 +90,7 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
     (history,) = rule.histories(fresh)
     is_whole = rule.form == "tree" and len(given) == len(history.copies.arrays)
     if nodes_of(optax.ScaleByLBFGSState, fresh.runs) and not is_whole:
-        raise ValueError(
-            "L-BFGS remembers steps of all parameters together: its state goes over as a whole, in form='tree', or not"
-        )
+        raise ValueError("L-BFGS remembers steps of all parameters together: its state goes over as a whole, or not")
     index, own, shapes = index_of(fresh.layout), _own_names(history), history.copies.shapes
     theirs = _of(_their_names(index, own, given), shapes)
     empty = {quote(group.name) for group in groups_in(fresh.runs) if not group.paths}
@@ -232,9 +230,7 @@ def _of(names: Mapping[Name, Places], paths: Container[object]) -> dict[Name, Pl
 # -- Matching ----------------------------------------------------------------------------------------------------------
 
 
-def _sources_of(
-    wanted: Collection[Name], have: Collection[Name], optional: Collection[Name] = ()
-) -> dict[Name, list[Name]]:
+def _sources_of(wanted: Collection[Name], have: Collection[Name], optional: Any = ()) -> dict[Name, list[Name]]:
     """Returns, for each array that is wanted, those of the other state that it comes from; several must be equal."""
     found, heads = dict[Name, list[Name]](), collections.defaultdict[Any, set[Entries]](set)
     here, there, alike = _by_bare(wanted), _by_bare(have), collections.defaultdict[Entries, list[Name]](list)
@@ -296,9 +292,7 @@ def _own_array(history: History, name: Name, place: Place | None) -> Any:
     return copies.piece(place, path).alone(copies.shapes[path])
 
 
-def _arrays_for(
-    history: History, own: Mapping[Name, Place | None], found: Mapping[Name, list[Name]], arrays: Mapping[Name, Any]
-) -> list[Any]:
+def _arrays_for(history: History, own: Mapping[Name, Any], found: Mapping[Name, Any], arrays: Any) -> list[Any]:
     """Returns the arrays of a history in its form, from those of plain Optax."""
     copies, slots = history.copies, {slot.path: slot for slot in history.layout.slots}
     names = {(place, name[1]): name for name, place in own.items()}

@@ -118,9 +118,7 @@ def set_trainable(
     return in_own_buffers(jax.tree.map(change, noticed(state), is_leaf=is_ours), jax.tree.leaves(model))
 
 
-def _changed(
-    rule: Any, state: TrainableState, model: PyTree, trainable: Trainable | EllipsisType, reset: bool | Where
-) -> TrainableState:
+def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, reset: bool | Where) -> TrainableState:
     try:
         parts = take_apart(model, state.layout)
     except MisfitError as error:
@@ -154,9 +152,7 @@ def _changed(
     return counting(TrainableState(tuple(states[:n]), tuple(states[n:]), tuple(counts), roles, still))
 
 
-def _at(
-    rule: Any, layout: Layout, pairs: Sequence[tuple[History, frozenset[int]]], side: frozenset[int]
-) -> list[History]:
+def _at(rule: Any, layout: Layout, pairs: Sequence[tuple[History, Any]], side: frozenset[int]) -> list[History]:
     """Returns the histories of the leaves on one side, those as one that share all that leaves of a history share."""
     found: dict[Any, tuple[list[History], list[int]]] = {}
     for history, stays in pairs:
@@ -228,8 +224,6 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     state = noticed(state)
     if isinstance(group, (int, float)) or is_array(group):
         raise TypeError(f"expected a group, or hyperparameters by name as in learning_rate=0.1; got {group!r:.40}")
-    if isinstance(group, TrainableState):
-        raise TypeError("the state comes first: optim.adjust(state, group, learning_rate=0.1)")
     name = None if group is None else group_name(group)
     groups, known, found = {each.name for each in groups_in(state)}, set[str](), set[str]()
     of_rows = {id(leaf) for leaf in jax.tree.leaves(nodes_of(PerLeafState, state))}
@@ -252,9 +246,7 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     for each in hyperparams.keys() - found:
         there = f"it has {', '.join(map(repr, sorted(known))) or 'none'}"
         where = "the state" if name is None else f"the state of group {name!r}"
-        raise ValueError(
-            f"no hyperparameter {each!r} in {where}; {there}; you can adjust those that optax.inject_hyperparams keeps"
-        )
+        raise ValueError(f"no hyperparameter {each!r} in {where}; {there}; optax.inject_hyperparams keeps them")
     return changed
 
 

@@ -170,9 +170,7 @@ class TrainableState:
         """
         found = nodes_of(ClipState, (self.runs, self.held))
         if not found:
-            raise ValueError(
-                "Optax's clip keeps no norm, and no other is in this state: write optim.clip_by_global_norm(max_norm)"
-            )
+            raise ValueError("Optax's clip keeps no norm: write optim.clip_by_global_norm(max_norm)")
         return found[0]
 
     def summary_notes(self) -> dict[str, str]:
@@ -253,12 +251,6 @@ class ModelTransformation(optax.GradientTransformationExtraArgs):
     # Optax's own types take arrays, sequences and mappings for parameters, and no Modules.
     init: Callable[[PyTree], TrainableState]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Callable[..., tuple[PyTree, TrainableState]]  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def __new__(
-        cls, init: Callable[[PyTree], TrainableState], update: Callable[..., tuple[PyTree, TrainableState]]
-    ) -> "ModelTransformation":
-        """For internal use; you write `optim.trainable(tx)`."""
-        return super().__new__(cls, cast(Any, init), cast(Any, update))
 
     def __repr__(self) -> str:
         rule = rule_of(self)
@@ -377,8 +369,7 @@ class History:
         Raises:
             ValueError: the rule does not keep its state leaf by leaf, or another rule made it.
         """
-        treedef = jtu.tree_structure(self.state)
-        first = histories[0]
+        treedef, first = jtu.tree_structure(self.state), histories[0]
         if first.layout == self.layout and jtu.tree_structure(first.state) == treedef:
             return first.state
         History.check_no_memory(histories)

@@ -108,8 +108,7 @@ def moved(parts: Parts[M], steps: Sequence[Any], state: TrainableState | None = 
     """Returns the model after a step of each slot; a parameter with a wide copy in the state is that copy, rounded."""
     paths = [slot.path for slot in parts.layout.slots]
     slots = list(map(added, paths, parts.slots, steps))
-    divisions = () if state is None else state.roles.divisions
-    if any("copies" in division.names for division in divisions):
+    if state is not None and any("copies" in division.names for division in state.roles.divisions):
         copies = _copies(state)
         for slot, path in enumerate(paths):
             old, step = parts.slots[slot], steps[slot]
@@ -351,9 +350,7 @@ class Rule:
     def histories(self, state: Any) -> list[History]:
         """Returns all histories of a state, which must be one of this rule: those that run, then those that wait."""
         if not isinstance(state, TrainableState):
-            raise TypeError(
-                f"expected a state of tx.init, got {describe(state)}; the order is tx.update(grads, state, model)"
-            )
+            raise TypeError(f"expected a state, got {describe(state)}; the order is tx.update(grads, state, model)")
         roles, at = state.roles, (*state.roles.running, *state.roles.held)
         layouts = [roles.layout] if len(at) == 1 and roles.running else [trained_at(roles.layout, each) for each in at]
         found = list(map(History, layouts, (*state.runs, *state.held), roles.divisions, state.counts))
@@ -385,9 +382,7 @@ class Rule:
 
     # -- Steps
 
-    def update(
-        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, TrainableState]:
+    def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
         """Takes one step: returns the updates at all places, and the next state."""
         if params is None:
             raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
@@ -395,9 +390,7 @@ class Rule:
         tree = parts.everywhere(steps)
         return tree if self.missing is None else zeros_filled(params, tree), after
 
-    def step(
-        self, grads: PyTree, state: Any, model: PyTree, extra: dict[str, Any]
-    ) -> tuple[Parts[Any], list[Any], TrainableState]:
+    def step(self, grads: PyTree, state: Any, model: PyTree, extra: Any) -> tuple[Parts[Any], list[Any], Any]:
         """Takes one step: returns the model's parts, the step of each slot, and the next state."""
         running = self.histories(state)[: len(state.runs)]
         if grads is model:
@@ -456,9 +449,7 @@ class Rule:
             after = [each.holding(shared) for each in after]
         return steps, after
 
-    def _sight(
-        self, parts: Parts[Any], gradients: list[Any], absent: list[int], extra: dict[str, Any]
-    ) -> tuple[Sight, list[Any]]:
+    def _sight(self, parts: Parts[Any], gradients: list[Any], absent: list[int], extra: Any) -> tuple[Sight, list[Any]]:
         """Returns the parameters that the rule sees, and the gradients that it sees."""
         if self.form != "stacks" and "active" in extra:
             raise TypeError('active= is for the rows of stacks: write optim.trainable(tx, form="stacks")')

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ def trainable(
     if isinstance(tx, ModelTransformation):
         raise ValueError(ONE)
     rule = Rule(extended(tx), trainable, form, missing, trial or {})
-    return ModelTransformation(rule.init, rule.update)
+    return cast(Any, ModelTransformation)(rule.init, rule.update)
 
 
 def apply_updates(model: M, updates: PyTree) -> M:
@@ -184,12 +184,7 @@ def apply_updates(model: M, updates: PyTree) -> M:
     # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
     layout, index = look_up(structure_of(model)[2], None)
     parts = take_apart(model, trained_at(layout, index.distinct))
-    try:
-        return moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True))
-    except ValueError as error:
-        if type(model) is type(updates) and len(jax.tree.leaves(updates)) > len(jax.tree.leaves(model)):
-            raise ValueError("the model comes first; write optim.apply_updates(model, updates)") from error
-        raise
+    return moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True))
 
 
 def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.Array, PyTree]]:
@@ -252,9 +247,7 @@ def _searched(state: TrainableState) -> tuple[jax.Array, list[jax.Array]]:
     """Returns the value, and the gradient of each slot, that a line search has left in a state."""
     found = [node for node in jax.tree.leaves(state.runs[0], is_leaf=_has_searched) if _has_searched(node)]
     if len(found) != 1:
-        raise ValueError(
-            f"expected one line search with value and gradient in the state, found {len(found)}: use optax.lbfgs()"
-        )
+        raise ValueError(f"expected one line search with value and gradient, found {len(found)}: use optax.lbfgs()")
     return found[0].value, _form_of(state.layout, state.roles.divisions[0]).read(found[0].grad)
 
 

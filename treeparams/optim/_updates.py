@@ -159,9 +159,7 @@ def _like(treedef: Any, factors: PyTree) -> list[Any]:
 def _by_path(tree: PyTree, factors: Factors) -> PyTree:
     """Returns the factor of each array of a tree, by its path."""
     if are_stacks(tree):
-        raise ValueError(
-            "optim.scaled goes by names, which stacks do not have; write optim.trainable(tx, form='stacks')"
-        )
+        raise ValueError("optim.scaled goes by names, which stacks do not have; write trainable(tx, form='stacks')")
     leaves, treedef = jtu.tree_flatten(tree)
     found = entries_of(tree, [*factors], is_whole=not nodes_of(optax.MaskedNode, tree))
     numbers = [*factors.values(), 1.0]
