@@ -14,7 +14,7 @@ from treeparams import optim, saving, sharding
 from treeparams._forms.block import Block
 from treeparams._forms.form import Form
 from treeparams.optim._state import ModelTransformation
-from treeparams.optim._trainable import Rule
+from treeparams.optim._step import Rule
 from treeparams.sharding import _placement
 
 from ..long import LONG
@@ -39,7 +39,7 @@ def dtypes_of(layout, multiple=1):
 
 def dtypes(tx, trainable=None):
     """As `optim.trainable(..., form="vector")`, over one vector for each dtype."""
-    rule = Rule(tx, trainable, dtypes_of)
+    rule = Rule(optax.with_extra_args_support(tx), trainable, dtypes_of)
     return ModelTransformation(rule.init, rule.update)
 
 

@@ -14,8 +14,8 @@ from treeparams import optim, saving
 from treeparams._forms.form import vector_of
 from treeparams._forms.states import Copies, entries_of, regroup
 from treeparams._slots.layout import index_of
-from treeparams.optim._state import Roles, TrainableState, regrouped, rule_of
-from treeparams.optim._trainable import Rule
+from treeparams.optim._state import Roles, TrainableState, rule_of
+from treeparams.optim._step import Rule
 
 from ..zoo import STACKS, VECTOR, assert_same, ramp
 
@@ -152,7 +152,7 @@ def test_what_begins_is_fresh_and_the_rest_as_it_was(name, form):
     assert [each.layout.paths for each in histories] == [OLD_LAYOUT.paths, ("begins", "late")]
     # Each has what it had, and the rule's own state of all is made of both, as after optim.set_trainable.
     _assert_pieces(_pieces(_copies(made)), _pieces(_copies(state)))
-    got = regrouped(histories, rule.like(layout))
+    got = rule.like(layout).made_of(histories)
     want = regroup([_copies(state), _copies(like)], rule.like(layout).copies)
     assert_same(jax.tree.leaves(got), [jnp.asarray(array) for array in want], identity=False)
 
@@ -187,8 +187,7 @@ def test_a_parameter_that_begins_is_as_one_that_is_thawed(tmp_path):
     thawed = optim.set_trainable(tx, begun, new)
     made = saving.plan(old, new, strict=False).state(part(old, tx.init(old), old)[1], fresh)
     assert made.roles.running == thawed.roles.running
-    states = [optim.adjust(each, learning_rate=0.5) for each in (made, thawed)]
-    found = [update(new, jax.tree.map(jnp.copy, each), new) for each in states]  # one is donated
+    found = [update(new, jax.tree.map(jnp.copy, each), new) for each in (made, thawed)]  # one is donated
     assert_same(found[0][0], found[1][0])
     some = {"y": new["y"], "d": new["d"]}
     for change in (
@@ -239,7 +238,7 @@ def test_a_padded_vector_is_not_opened_as_another_one(make, tmp_path):
     for classes in (10, 11):
         layout = tp.layout(make(classes))
         form = vector_of(layout, pad_to=128)
-        rule = Rule(optax.adam(0.1), None, lambda _, form=form: form)
+        rule = Rule(optax.with_extra_args_support(optax.adam(0.1)), None, lambda _, form=form: form)
         vector, restructure = tp.ravel(make(classes), pad_to=128)
         runs.append(({"vector": vector, "back": restructure}, {"vector": vector, "state": _fresh(rule, layout, 1)}))
     for ours, theirs in zip(*runs, strict=True):

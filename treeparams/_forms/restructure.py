@@ -24,7 +24,7 @@ from .._slots.ties import Alias
 from .._slots.where import Where, name_of, nodes_in, subtreedefs
 from .._tree.static_keys import static_key
 from .._tree.structure import is_array
-from .._tree.text import as_text, describe, quoted
+from .._tree.text import describe, quoted
 from .._tree.types import PyTree, TreeDef
 from .block import cast, cut_columns, stacked
 from .form import Form

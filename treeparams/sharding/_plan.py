@@ -22,10 +22,9 @@ from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, put_together, take_apart
 from .._tree.text import Printed, describe, in_short, quoted
 from .._tree.types import PyTree
-from ..optim._master import MasterState, copies_in, landed
-from ..optim._scaled import ByParameter, spread, told
 from ..optim._state import ModelTransformation, extended, nodes_of, settled, steady
 from ..optim._step import added
+from ..optim._updates import ByParameter, MasterState, copies_in, landed, spread, told
 from ._placement import Placement
 from ._specs import AxisNames, FormName, Rules, axes_of, put_leaf
 
