@@ -35,32 +35,6 @@ def _moved(sources, targets, rename, transform, shadows):
 
 
 _NOISE = np.random.default_rng(7).normal(size=(19, 17)).astype(np.float32)
-# All but the last keep the shape, so that not each composition compiles programs of its own.
-_OPERATIONS = [
-    lambda xp, x: x.T,
-    lambda xp, x: xp.flip(x),
-    lambda xp, x: x[::-1],
-    lambda xp, x: xp.roll(x, 1),
-    lambda xp, x: xp.concatenate([x[1:], x[:1]]),
-    lambda xp, x: xp.concatenate(xp.split(x, 2, axis=1)).reshape(4, 4),
-    lambda xp, x: xp.stack([x[:, column] for column in (2, 0, 1, 3)]),
-    lambda xp, x: xp.moveaxis(x.reshape(2, 2, 4), 0, -1).reshape(4, 4),
-]
-_LAST = [lambda x: x, lambda x: x[1:], lambda x: x.reshape(-1)[::3], lambda x: x[None, :, 2]]
-
-
-@hypothesis.given(st.lists(st.sampled_from(_OPERATIONS), max_size=6), st.sampled_from(_LAST))
-@hypothesis.settings(deadline=None, max_examples=4, derandomize=True)
-def test_movers_move_averages_as_numpy_does(operations, last):
-    def apply(xp, x):
-        for operation in operations:
-            x = operation(xp, x)
-        return last(x)
-
-    want = apply(np, _NOISE[:4, :4])
-    target = {"w": np.ones(want.shape, np.float32)}
-    got = _moved({"w": row(4, 4)}, target, None, {"w": lambda x: apply(jnp, x)}, {"w": _NOISE[:4, :4]})
-    np.testing.assert_array_equal(got["w"], want)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "complex64", "cast"])
@@ -91,31 +65,18 @@ def test_movers_of_several_arrays():
 _ROWS = jnp.array([2, 0, 3, 1])
 
 
-@jax.jit
-def _permuted(x):
-    return x[_ROWS]
-
-
 MOVERS = {
-    "rows in a program of its own": _permuted,
     "a mask": lambda x: x[np.array([True, False, True, True])],
     "take along": lambda x: jnp.take_along_axis(x, jnp.argsort(_ROWS)[:, None], axis=1),
-    "one row": lambda x: x[jnp.int32(2)],
     "mapped": jax.vmap(lambda row: row[::-1]),
     "computed places": lambda x: x[(_ROWS * 3 + 1) % 4, jnp.arange(4)],
-    "unzipped": lambda x: x.reshape(2, 2, 2, 2).swapaxes(1, 2).reshape(4, 4),
     "named": lambda x: jax.checkpoint(jnp.rot90)(x),
     "no gradient": lambda x: jax.lax.stop_gradient(1 * x).T,
     "padded and cut": lambda x: jnp.pad(x, 1)[2:-1, 1:-1],
     "put together": lambda x: jnp.zeros((4, 4)).at[:2].set(x[2:]).at[2:].set(x[:2]),
-    "put by places": lambda x: jnp.zeros((4, 4)).at[_ROWS].set(x),
     "of two by a mask": lambda x: jnp.where(np.arange(4) > 1, x, x[::-1]),
-    "a mask of numbers": lambda x: x * np.tri(4, dtype=np.float32),
-    "a triangle": jnp.triu,
     "zeros by places": lambda x: x.at[_ROWS[:2]].set(0).T,
-    "one row of zeros": lambda x: jax.lax.dynamic_update_slice(x, jnp.zeros((1, 4)), (2, 0)),
     "padding": lambda x: jnp.pad(x, ((1, 0), (0, 2))),
-    "masked padding": lambda x: jnp.where(np.arange(6) > 0, jnp.pad(x, 1), 0),
     "a product": lambda x: jnp.eye(4)[_ROWS] @ x,
     "a sum of halves": lambda x: jnp.pad(x[:2], ((2, 0), (0, 0))) + jnp.pad(x[2:], ((0, 2), (0, 0))),
     "shuffled": lambda x: jax.random.permutation(jax.random.key(0), x, axis=1),
@@ -135,26 +96,18 @@ def test_movers_that_say_by_arrays_where_elements_go(function):
 AFFINE = {
     "out of bounds": lambda x: jnp.take(x, jnp.array([0, 7])),
     "scaling": lambda x: 2 * x,
-    "sign": jnp.negative,
     "sum": lambda x: x + x[::-1],
-    "total": lambda x: jnp.sum(x, keepdims=True),
-    "mean of one": lambda x: x[:1] * 0.5 + x[1:2] * 0.5,
     "padding with its edge": lambda x: jnp.pad(x, 1, mode="edge"),
-    "tiling": lambda x: jnp.tile(x, 2),
     "mean": lambda x: (x + x[::-1]) / 2,
-    "a little": lambda x: x + 1e-6 * x[::-1],
     "half a mask": lambda x: x * np.float32([1, 0.5, 1]),
     "whole sum": lambda x: jnp.zeros(3).at[jnp.array([0, 0, 1])].add(x),
     "twice": lambda x: jnp.concatenate([x, x[:1]]),
-    "less zero times it": lambda x: x - 0 * x,
     "moves that cancel": lambda x: x + x[::-1] - x,
     "of rows and columns": lambda x: x[:1] + x[1:] - 2 * x[:1],
 }
 GROWING = {
     "concatenated": lambda x: jnp.concatenate([x, jnp.full((2,), 7, x.dtype)]),
     "padded": lambda x: jnp.pad(x, (0, 2), constant_values=1),
-    "set": lambda x: jnp.zeros(5).at[:3].set(x),
-    "updated": lambda x: jax.lax.dynamic_update_slice(jnp.ones(5), x, (0,)),
     "added": lambda x: jnp.pad(x, (0, 2)) + 1,
     "masked": lambda x: jnp.where(np.arange(5) < 3, jnp.pad(x, (0, 2)), 7),
 }
@@ -162,19 +115,11 @@ NOT_AFFINE = {
     "places that depend on values": lambda x: x[jnp.argsort(x)],
     "scanned": lambda x: jax.lax.scan(lambda total, each: (total + each, total), 0.0, x)[1],
     "square of one": lambda x: (x * x)[:1],
-    "sort": jnp.sort,
-    "median": lambda x: jnp.median(jnp.stack([x, x[::-1]]), axis=0),
     "clip": lambda x: jnp.clip(x, -1e6, 1e6),
-    "size": jnp.abs,
-    "threshold": lambda x: jnp.where(jnp.abs(x) > 1e-8, x, 0),
     "unit size": lambda x: x / jnp.max(jnp.abs(x)),
-    "ranks": lambda x: jnp.argsort(x).astype(x.dtype),
     "branch by values": lambda x: jax.lax.cond(x[0] > 0, lambda: x, lambda: x[::-1]),
-    "positive part": jax.nn.relu,
-    "rounding": jnp.round,
     "whole numbers": lambda x: x.astype(jnp.int32).astype(x.dtype),
     # These move elements, and nobody reads it from their programs.
-    "finite": jnp.nan_to_num,
     "scanned rows": lambda x: jax.lax.scan(lambda _, row: (None, row), None, x)[1],
     "a callback": lambda x: jax.pure_callback(lambda x: np.asarray(x)[::-1], x, x),
 }
@@ -222,14 +167,6 @@ def test_what_grows_begins_where_constants_are(function):
     np.testing.assert_array_equal(_carried(plan, values, target), [*values["w"], -5, -5])
 
 
-@pytest.mark.parametrize("function", [jnp.ones_like, lambda x: jnp.arange(x.size, dtype=x.dtype)])
-def test_constants_alone(function):
-    values = {"w": np.float32([-0.5, 3.25, 1.0])}
-    plan, target = _plan_of(function, values)
-    np.testing.assert_array_equal(plan.average(values)["w"], target["w"] + function(values["w"]))
-    np.testing.assert_array_equal(_carried(plan, values, target), [-5, -5, -5])
-
-
 @pytest.mark.parametrize("function", NOT_AFFINE.values(), ids=NOT_AFFINE.keys())
 def test_what_is_not_affine_is_refused_for_averages_alone(function):
     values = {"w": np.float32([-0.5, 3.25, 1.0])}
@@ -263,7 +200,6 @@ _MOVES = {
     "transpose": jnp.transpose,
     "reshape": lambda x: x.reshape(2, 8).T.reshape(4, 4),
     "flip": lambda x: x[:, ::-1],
-    "roll": lambda x: jnp.roll(x, 3),
     "take": lambda x: jnp.take(x, _ROWS, axis=1),
     "split": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1]),
     "stack": lambda x: jnp.stack([x[2], x[0], x[1], x[3]], axis=1),
@@ -275,18 +211,10 @@ _MOVES = {
 _CHANGES = {
     "scale": lambda x: 2 * x,
     "clip": lambda x: jnp.clip(x, -1e6, 1e6),
-    "abs": jnp.abs,
-    "relu": jax.nn.relu,
-    "sort": lambda x: jnp.sort(x, axis=0),
     "threshold": lambda x: jnp.where(x > 0, x, 0),
     "repeat": lambda x: jnp.broadcast_to(x[:1], (4, 4)),
-    "mean": lambda x: x - x.mean() + 0 * x,
     "of rows and columns": lambda x: x[:1] + x[:, :1] - x[:1, :1],
-    "normalise": lambda x: x / jnp.linalg.norm(x),
-    "round": jnp.round,
     "negative": jnp.negative,
-    "whole": lambda x: x.astype(jnp.int32).astype(x.dtype),
-    "median": lambda x: jnp.median(jnp.stack([x, x.T, x[::-1]]), axis=0),
 }
 
 
@@ -300,7 +228,7 @@ def _composed(names):
 
 
 @hypothesis.given(st.lists(st.sampled_from([*_MOVES]), max_size=6), st.sampled_from(["float32", "bfloat16"]))
-@hypothesis.settings(deadline=None, max_examples=10, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=5, derandomize=True)
 def test_compositions_of_moves_are_followed(names, dtype):
     """What is moved keeps its digits, of which the parameters and casts within the function may hold fewer."""
     values = _NOISE[:4, :4]
@@ -315,7 +243,7 @@ def test_compositions_of_moves_are_followed(names, dtype):
     st.sampled_from([*_CHANGES]),
     st.integers(0, 4),
 )
-@hypothesis.settings(deadline=None, max_examples=10, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=4, derandomize=True)
 def test_one_change_among_moves_is_refused(names, change, at):
     function = _composed([*names[:at], change, *names[at:]])
     plan = saving.plan({"w": row(4, 4)}, {"w": ramp(4, 4)}, transform={"w": function})

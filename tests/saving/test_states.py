@@ -156,7 +156,6 @@ def with_ties(paths):
 RULES = {
     "momentum": lambda: RULE,
     "clip": lambda: optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.01)),  # the histories share its last norm
-    "rates": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.01, 0.001, 9)),
     "master": lambda: optim.master(optax.adam(0.01)),
     "groups": lambda: optim.groups({"b": optax.sgd(0.1, momentum=0.9)}, default=optax.adam(0.01)),
     "rows": lambda: optim.per_leaf(optax.adafactor(0.01, min_dim_size_to_factor=2)),

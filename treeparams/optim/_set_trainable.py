@@ -26,7 +26,6 @@ from ._groups import group_name, groups_in
 from ._per_leaf import PerLeafState
 from ._state import (
     History,
-    Roles,
     TrainableState,
     check_no_memory,
     check_state,
@@ -38,6 +37,7 @@ from ._state import (
     of_run,
     regrouped,
     rule_of,
+    state_of,
 )
 
 S = TypeVar("S")
@@ -171,7 +171,7 @@ def _changed(
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
     is_anew = np.isin(list(parts.index.narrow), list(anew))
     still = jax.tree.map(lambda counts: jnp.where(is_anew, 0, counts), state.still)
-    return _state_of(parts.layout, running, held, still)
+    return counting(state_of(parts.layout, running, held, still))
 
 
 def _begun(rule: Any, parts: Parts[Any]) -> History:
@@ -204,17 +204,6 @@ def _clock(history: History) -> frozenset[Any]:
 def _bits(array: Any) -> tuple[Any, ...]:
     array = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
     return array.shape, str(array.dtype), np.asarray(array).tobytes()
-
-
-def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History], still: Any) -> TrainableState:
-    """Returns the state of these histories."""
-    at = [index_of(history.layout).positions for history in (*running, *held)]
-    divisions, counts, states = zip(
-        *[(each.division, each.count, each.state) for each in (*running, *held)], strict=True
-    )
-    n = len(running)
-    roles = Roles(layout, tuple(at[:n]), tuple(at[n:]), divisions)
-    return counting(TrainableState(states[:n], states[n:], counts, roles, still))
 
 
 def _of_run(rule: Any, histories: Sequence[History], begun: Sequence[History]) -> dict[Entries, Any]:
@@ -260,7 +249,7 @@ def _rate_of_rows(entries: Entries, owners: Any) -> Place | None:
     if owners is None and "spare" in entries:
         at = entries.index("spare")
         place = (*entries[:at], "states"), entries[at + 1 :]
-    elif owners is not None and owners.has_rows:
+    elif owners is not None and owners.block.has_rows:
         place = owners.place
     else:
         return None

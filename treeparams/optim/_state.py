@@ -382,8 +382,7 @@ class History:
     @functools.cached_property
     def copies(self) -> Copies:
         """The arrays of the state, and the parameters of each."""
-        shapes = {slot.path: slot.shape for slot in self.layout.slots}
-        return Copies(shapes, entries_of(self.state), self.division)
+        return Copies(entries_of(self.state), self.division)
 
     def holding(self, arrays: Mapping[Entries, Any]) -> "History":
         """Returns the history with these arrays in place of its own."""
@@ -391,6 +390,15 @@ class History:
             return self
         leaves = [arrays.get(entries, leaf) for entries, leaf in self.copies.arrays.items()]
         return dataclasses.replace(self, state=jtu.tree_unflatten(jtu.tree_structure(self.state), leaves))
+
+
+def state_of(layout: Layout, running: Sequence[History], held: Sequence[History], still: Any) -> TrainableState:
+    """Returns the state of these histories."""
+    sides, both = (running, held), (*running, *held)
+    trains, waits = (tuple([index_of(each.layout).positions for each in side]) for side in sides)
+    runs, kept = (tuple([each.state for each in side]) for side in sides)
+    roles = Roles(layout, trains, waits, tuple([each.division for each in both]))
+    return TrainableState(runs, kept, tuple([each.count for each in both]), roles, still)
 
 
 def asked(init: Init, form: Form, made: PyTree = None) -> tuple[PyTree, Division]:

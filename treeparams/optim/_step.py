@@ -1,5 +1,6 @@
 """step, apply_updates: the model after a step; value_and_grad_from_state, eval_params: other results from a state."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,9 +11,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .._forms.block import Block
 from .._forms.form import Form, cut_blocks, stacks_of, tree_of, vector_of
-from .._forms.states import Division, Owners
+from .._forms.states import Division
 from .._grad import value_and_grad
 from .._slots.layout import Layout, look_up, trained_at
 from .._slots.match import per_slot
@@ -111,22 +111,13 @@ def _copies(state: TrainableState) -> dict[str, jax.Array]:
     found = [pair for run, division in divisions for pair in copies_in(run, division)]
     if not found:
         return {}
-    blocks = [_block(owners, copy, [state.layout[path].shape for path in owners.paths]) for owners, copy in found]
+    blocks = [dataclasses.replace(owners.block, dtype=copy.dtype, dtypes=()) for owners, copy in found]
     pieces = cut_blocks(blocks, [copy for _, copy in found])
     return {
         path: piece
         for (owners, _), own in zip(found, pieces, strict=True)
         for path, piece in zip(owners.paths, own, strict=True)
     }
-
-
-def _block(owners: Owners, copy: jax.Array, shapes: list[tuple[int, ...]]) -> Block:
-    """Returns where the pieces of parameters of these shapes lie in a copy."""
-    if owners.axis is None:
-        return Block.single(copy.shape, copy.dtype)
-    if owners.has_rows:
-        return Block.rows(shapes[0], copy.dtype, len(shapes))
-    return Block.vector(shapes, [copy.dtype] * len(shapes), copy.dtype, copy.size)
 
 
 def apply_updates(model: M, updates: PyTree) -> M:
@@ -265,7 +256,7 @@ def _searched(state: TrainableState) -> tuple[jax.Array, list[jax.Array]]:
     place = (key_entries((*path, jtu.GetAttrKey("grad"))), ())
     copies = History(state.layout, state.runs[0], state.roles.divisions[0]).copies
     slots = state.layout.slots
-    pieces = [copies.piece(place, slot.path).alone(slot.shape) for slot in slots]
+    pieces = [copies.piece(place, slot.path).alone() for slot in slots]
     return node.value, [piece.astype(slot.dtype) for piece, slot in zip(pieces, slots, strict=True)]
 
 
