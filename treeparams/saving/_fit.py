@@ -338,10 +338,11 @@ def _check_same(move: Move, value: Array, have: Array, contents: Contents) -> No
     if not is_same and alias and alias.transforms:
         # An alias that is computed, as a norm or an inverse, is the same up to half of its digits.
         tolerance = float(jnp.finfo(have.dtype).eps) ** 0.5
-        is_same = bool(jnp.allclose(value, have, tolerance, tolerance, equal_nan=True))
+        with jax.ensure_compile_time_eval():  # in a trace, too
+            is_same = bool(jnp.allclose(value, have, tolerance, tolerance, equal_nan=True))
     if not is_same:
         raise ValueError(
             f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is tied to "
             f"{names[alias.source if alias else move.leaf]!r}, but another array goes there; drop one of them, "
-            f"rename={{{move.route.sources[0]!r}: None}}"
+            f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
         )

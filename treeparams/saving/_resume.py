@@ -131,7 +131,7 @@ class _Like:
         self._trees = {each.place[0] for each in known} - self._joined
         self._keys, self._known_keys = _keys_in(owners), _keys_in(self._shown)
         owned = {path for each in owners.values() if each for path in each.paths}
-        self._alone = {quote(slot.key) for slot in layout.slots if slot.path not in owned}
+        self._alone = {(quote(slot.key),) for slot in layout.slots if slot.path not in owned}
 
     def node(self, node: PyTree, at: Entries) -> PyTree:
         """Returns the node at some entries; new arrays are shapes."""
@@ -165,7 +165,7 @@ class _Like:
 
     def _is_alone(self, key: Entries) -> bool:
         """Returns whether a stack is one of parameters for which the rule keeps nothing."""
-        return key[-1] in self._alone and key not in self._known_keys
+        return key[-1:] in self._alone and key not in self._known_keys
 
     def _arrays(self, node: PyTree, at: Entries) -> PyTree:
         """Returns joined arrays: one vector, or vectors or stacks by key, in a dictionary for each group."""
@@ -185,11 +185,12 @@ class _Like:
 
     def _one(self, there: Mapping[Entries, PyTree], key: Entries, at: Entries) -> PyTree:
         """Returns the node below a key, like that of the state or like one beside it."""
-        is_kept = (*at, *key) in self._nodes
-        others = [node for node in there.values() if bool(jax.tree.leaves(node)) is is_kept and node is not None]
-        # A rule of a part has a node without arrays for a parameter of another part.
-        nothing = optax.MaskedNode() if "inner_states" in at else None
-        node = there[key] if there.get(key) is not None else next(iter(others), None if is_kept else nothing)
+        is_kept, node = (*at, *key) in self._nodes, there.get(key)
+        if node is None:
+            others = (each for each in there.values() if each is not None and bool(jax.tree.leaves(each)) is is_kept)
+            # A rule of a part has a node without arrays for a parameter of another part.
+            nothing = optax.MaskedNode() if "inner_states" in at and not is_kept else None
+            node = next(others, nothing)
         return self.node(node, (*at, *key)) if is_kept else node
 
     def _array(self, leaf: Any, at: Entries) -> Any:

@@ -115,7 +115,7 @@ class _Before:
         for entries in self.copies.common if not used.isdisjoint(self.paths) else ():
             heads = _labelled_in(entries)
             members = next((self.members[head] for head in heads if head in self.members), used)
-            if not members.isdisjoint(used) and labels.issuperset([head[-1] for head in heads]):
+            if not members.isdisjoint(used) and {head[-1] for head in heads} <= labels:
                 every.append((entries, ""))
         for entries, path in every:
             if (entries, path) not in self.taken:

@@ -138,8 +138,9 @@ def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | Non
 def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
     """Returns whether a leaf represents this NumPy scalar without its value, as in `eqx.filter_eval_shape`."""
     value = from_words(said)
-    is_scalar = isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(value, (np.number, np.bool_))
-    return is_scalar and array_spec(leaf) == array_spec(value)
+    if not isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(value, (np.number, np.bool_)):
+        return False
+    return array_spec(leaf) == array_spec(value)
 
 
 def _unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
