@@ -282,7 +282,7 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
     besides, taken = list[tuple[Move, Any]](), set[int]()
 
     def coming() -> Iterator[tuple[int, Like]]:
-        for move, array in _moved(found, given):
+        for move, array in _arriving(found, given):
             if found.comes.get(move.leaf) is not move:
                 besides.append((move, array))
                 continue
@@ -301,7 +301,7 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
     return leaves
 
 
-def _moved(found: Fit, given: Names) -> Iterator[tuple[Move, Any]]:
+def _arriving(found: Fit, given: Names) -> Iterator[tuple[Move, Any]]:
     """Yields the array that each move brings. Each route runs once, even if several of its results are needed."""
     wanted: dict[int, list[Move]] = {}
     for move in (*found.comes.values(), *found.also):

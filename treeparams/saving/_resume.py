@@ -51,7 +51,7 @@ def with_histories(tree: PyTree, file: File) -> PyTree:
 def _with_histories(state: TrainableState, file: File, path: str) -> TrainableState:
     roles, structure, specs = state.roles, index_of(state.layout).structure, file.specs
     here, there = state_in_words(state), file.words["states"][path]
-    form, other = _form_of(here), _form_of(there)
+    form, other = _form_in_words(here), _form_in_words(there)
     if form != other:
         names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
         raise ValueError(
@@ -179,8 +179,9 @@ class _Like:
         there = {(*head, quote(key)): child for head, its in groups.items() for key, child in its.items()}
         rest = [key for key, child in there.items() if not jax.tree.leaves(child) and self._is_alone(key)]
         for key in (*self._keys, *rest):
-            its = made.setdefault(unquote(key[0]), {}) if len(key) > 1 else made
-            its[unquote(key[-1])] = self._one(there, key, at)
+            *head, last = map(unquote, key)
+            its = made.setdefault(head[0], {}) if head else made
+            its[last] = self._one(there, key, at)
         return made
 
     def _one(self, there: Mapping[Entries, PyTree], key: Entries, at: Entries) -> PyTree:
@@ -217,7 +218,7 @@ def _keys_in(owners: Mapping[Entries, Owners | None]) -> set[Entries]:
     return {entries[len(place[0]) : len(entries) - len(place[1])] for entries, place in pairs}
 
 
-def _form_of(words: Mapping[str, Any]) -> str:
+def _form_in_words(words: Mapping[str, Any]) -> str:
     """Returns the form of a state, as `optim.trainable` calls it."""
     # The key of a joined array tells: that of a stack has a shape, and a vector has none, or a dtype alone. Its pieces
     # do not, since a vector of scalars is cut into rows too.

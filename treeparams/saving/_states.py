@@ -245,7 +245,7 @@ class _Moving:
             return []
         found = {name: self._of.get(name) for name in self.movers.places(path).reads}
         if len({its and its[1] for its in found.values()}) > 1:
-            have = [f"{name!r} {_in_words(its and its[1])}" for name, its in found.items()]
+            have = [f"{name!r} {_history_in_words(its and its[1])}" for name, its in found.items()]
             raise ValueError(
                 f"{path!r} is made of parameters that have not taken their steps together, or of which some wait "
                 f"({', '.join(have)}), so there is no state for it; freeze or thaw them together first, "
@@ -406,7 +406,7 @@ class _Moving:
             )
 
 
-def _in_words(history: _Before | None) -> str:
+def _history_in_words(history: _Before | None) -> str:
     return "begins" if history is None else f"{'waits after ' if history.waits else ''}{history.count} steps"
 
 
