@@ -51,13 +51,13 @@ def test_in_a_tree_an_array_is_of_one_parameter():
 def test_in_a_vector_all_parameters_follow_one_another():
     owners = _owners(optax.adam(0.1), vector_of(LAYOUT))["[0].mu"]
     assert (owners.paths, owners.place, owners.axis) == (LAYOUT.paths, (("0", "mu"), ()), 0)
-    assert owners.starts == (0, 6, 12, 13, 16)
+    assert owners.block.starts == [0, 6, 12, 13, 16]
 
 
 def test_in_stacks_an_array_has_a_row_for_each():
     found = _owners(optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2)), stacks_of(LAYOUT))
     owners = next(each for path, each in found.items() if "v_row" in path and "[2,3]" in path)
-    assert (owners.paths, owners.axis, owners.has_rows) == (("deep.0", "deep.1"), 0, True)
+    assert (owners.paths, owners.axis, owners.block.has_rows) == (("deep.0", "deep.1"), 0, True)
     assert None not in found.values()  # counts too
 
 

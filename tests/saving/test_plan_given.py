@@ -9,12 +9,11 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeparams as tp
-from treeparams import optim, saving
+from treeparams import saving
 from treeparams.saving._names import names_of
 from treeparams.saving._rename import stack
 
@@ -28,14 +27,8 @@ def _layers(count):
     return {f"l.{i}.w": row(2, start=i) for i in range(count)}
 
 
-LAYERS = {
-    "one to one": ({"l": [{"w": ramp(2)} for _ in range(12)]}, None),
-    "stacked": ({"l": {"w": ramp(12, 2)}}, {"l.*.w": "l.w"}),
-}
-
-
-@pytest.mark.parametrize(("model", "rename"), LAYERS.values(), ids=LAYERS.keys())
-def test_names_that_the_plan_does_not_know(model, rename):
+def test_names_that_the_plan_does_not_know():
+    model, rename = {"l": {"w": ramp(12, 2)}}, {"l.*.w": "l.w"}
     plan, more = saving.plan(_layers(12), model, rename=rename), _layers(16)
     message = (
         r"the plan does not know 'l\.12\.w', 'l\.13\.w', 'l\.14\.w' and 1 more, .* make the plan from these arrays"
@@ -89,10 +82,9 @@ TIES = {
 }
 
 
-@pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(("model", "source"), TIES, ids=map(" from ".join, TIES))
-def test_entries_of_a_tie(model, source, strict):
-    plan = saving.plan(GIVEN[source], MODELS[model], strict=strict)
+def test_entries_of_a_tie(model, source):
+    plan = saving.plan(GIVEN[source], MODELS[model])
     for given, want in zip(GIVEN.values(), TIES[model, source], strict=True):
         if want not in (None, "a", "b"):
             with pytest.raises(ValueError, match=want):
@@ -106,29 +98,11 @@ def test_entries_of_a_tie(model, source, strict):
 
 def test_entries_of_a_tie_that_are_left_out_on_purpose_or_that_no_value_tells():
     tied, other = GIVEN["tied"], GIVEN["other"]
-    for rename in ({"b": None}, {"a": None, "b": "a"}):
-        made = saving.plan(tied, MODELS["tied"], rename=rename)(other)
-        np.testing.assert_array_equal(made["b"], other["a" if rename["b"] is None else "b"])
     with pytest.raises(ValueError, match=r"'a' and 'b' differ, .* uses only 'b'; .* rename=\{'a': None\}"):
         saving.plan(tied, {"q": ramp(2), "w": ramp(3)}, rename={"b": "q"})(other)
-    # Tracers have no values, and all else is compared.
-    within = jax.jit(saving.plan(tied, MODELS["tied"]))
-    assert_same(within(other)["b"], jnp.arange(2.0))
-    with pytest.raises(ValueError, match=_DIFFER):
-        within(GIVEN["another shape"])
-    nan = np.full(2, np.nan, np.float32)
-    assert np.isnan(saving.plan(tied, MODELS["tied"])({"a": nan, "b": nan.copy(), "w": row(3)})["b"]).all()
     keys = {name: jax.random.key(0) for name in "ab"}
     with pytest.raises(ValueError, match=_DIFFER):
         saving.plan(dict.fromkeys("ab", keys["a"]), {"a": keys["a"]})(keys | {"b": jax.random.key(1)})
-
-
-def test_what_stays_is_not_one_array_with_what_comes():
-    source = {"a": _X, "w": row(3)}
-    with pytest.raises(ValueError, match=r"rename, None: 'b' should stay as it is, but 'a' goes there"):
-        saving.plan(source, MODELS["tied"], rename={None: "b"})
-    stays = saving.plan({"w": row(3)}, MODELS["tied"], rename={None: "b"})
-    assert stays.missing == ()
 
 
 def test_one_description_of_several_arrays_is_no_tie():
@@ -157,10 +131,6 @@ def test_a_flat_dictionary_is_a_model_without_quotes():
         assert_same(plan(source), _FLAT)
         assert '"' not in str(plan)
         assert [each.path for each in plan.rows] == ["b", '"layers.0.w"', '"layers.1.w"']
-    below = saving.plan(_FLAT, {"params": _FLAT}, rename={"**": "params.**"})
-    assert_same(below(_FLAT), {"params": _FLAT})
-    both = saving.plan({"a.b": row(1), "x": row(1)}, {"a.b": row(1), "a": {"b": row(1)}}, rename={"x": '"a.b"'})
-    assert_same(both({"a.b": row(1), "x": row(1) + 1}), {"a.b": row(1) + 1, "a": {"b": row(1)}})
 
 
 def test_a_flat_dictionary_in_words():
@@ -172,10 +142,6 @@ def test_a_flat_dictionary_in_words():
     ]
     with pytest.raises(ValueError, match=r"nothing comes to b, layers\.0\.w, and the model has no value"):
         plan(wrong)
-    with pytest.raises(ValueError, match=r"'layers\.0\.w' and 'x' both go to 'layers\.0\.w'"):
-        saving.plan(_FLAT | {"x": row(2)}, _FLAT, rename={"x": "layers.0.w"})
-    with pytest.raises(ValueError, match=r"None: 'layers\.0\.w' should stay as it is, but 'layers"):
-        saving.plan(_FLAT, _FLAT, rename={None: "layers.0.*"})
     stays = saving.plan({"b": row(1)}, _FLAT, rename={None: "layers.**"})
     assert str(stays).count("stays") == 2
     assert stays.missing == ()
@@ -192,17 +158,6 @@ def test_a_flat_dictionary_that_was_saved(tmp_path):
     assert_same(saving.plan(path, _NESTED)(path), _NESTED)
     stacked = saving.names(path, rename={"layers.*.w": "w", "b": None})
     np.testing.assert_array_equal(stacked["w"], [[0, 1], [5, 6]])
-
-
-def test_states_and_averages_of_a_flat_dictionary():
-    flat = jax.tree.map(jnp.asarray, _FLAT)
-    new, tx = {f"new.{name}": array for name, array in flat.items()}, optim.trainable(optax.sgd(0.1, momentum=0.9))
-    plan, (_, state) = saving.plan(flat, new, rename={"**": "new.**"}), tx.update(tp.copy(flat), tx.init(flat), flat)
-    moved = plan.state(state, like=tx.init(new))
-    assert moved.layout.paths == tp.layout(new).paths
-    assert_same(jax.tree.leaves(moved), jax.tree.leaves(state))
-    average = tp.Ema(flat, decay=0.9)
-    assert_same(plan.average(average, like=tp.Ema(new, decay=0.9)).shadow, new)
 
 
 # -- Arrays that JAX has otherwise, or not at all ----------------------------------------------------------------------
@@ -251,9 +206,7 @@ def test_a_dtype_that_neither_numpy_nor_jax_has():
 
 WIDE = {
     "float64": np.array([1e300, 1.0]),
-    "float64 near zero": np.array([1e-300, 1.0]),
     "int64": np.array([2**40, 1]),
-    "uint64": np.array([2**40, 1], np.uint64),
     "complex128": np.array([1e300j, 1.0]),
 }
 
@@ -286,9 +239,6 @@ def test_a_function_gets_arrays_of_jax_as_when_the_plan_was_made():
     source, model = {"a": row(2)}, {"a": ramp(2)}
     plan = saving.plan(source, model, transform={"a": lambda a: a.at[0].set(7)})
     np.testing.assert_array_equal(plan(source)["a"], [7, 1])
-    made = saving.plan(source, {"a": row(2)}, transform={"a": jnp.negative})(source)
-    made["a"][0] = 5  # a leaf of NumPy can be written to
-    assert_same(made, {"a": np.float32([5, -1])})
     for same in (lambda a: a, jnp.asarray, lambda a: jnp.reshape(a, -1)):
         source = {"a": np.ones(4096, np.float32)}  # NumPy aligns large arrays, and JAX may take such as they are
         made = saving.plan(source, {"a": ramp(4096)}, transform={"a": same})(source)
@@ -301,10 +251,6 @@ def test_a_stack_of_thousands_of_rows():
     program = jax.make_jaxpr(stack)(*[ramp(2)] * 2500)
     assert max(len(eqn.invars) for eqn in program.eqns) <= 32
     assert isinstance(stack(row(2), row(2)), np.ndarray)
-    for kind in (np.asarray, jnp.asarray):
-        rows = {f"l.{i}": kind(row(2, start=i)) for i in range(70)}
-        made = saving.plan(rows, {"l": ramp(70, 2)}, rename={"l.*": "l"})(rows)["l"]
-        np.testing.assert_array_equal(made, [row(2, start=i) for i in range(70)])
     mesh = Mesh(np.array(first_devices(2)), ("d",))
     over, lies = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("d",), (None, "d")))
     rows = {f"l.{i}": jax.device_put(row(2, start=i), over) for i in range(40)}
@@ -334,9 +280,6 @@ def test_any_name_can_be_printed():
         texts = [str(plan), repr(plan), *map(str, plan.rows), *plan.problems()]
         assert all(text.isprintable() for text in "\n".join(texts).split("\n"))
         assert plan._repr_html_().encode()
-    root = saving.plan({"": row(2)}, {"w": ramp(2)}, rename={"": "w"})
-    assert str(root).splitlines()[1].split() == ["w", '""', "float32[2]"]
-    assert str(root.rows[0]) == 'w: float32[2], from ""'
 
 
 def test_all_rows_can_be_printed():

@@ -86,30 +86,24 @@ RULES = {
     "schedule": optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9),
     "every other step": optax.MultiSteps(optax.rmsprop(0.1), 2).gradient_transformation(),
 }
-RENAMED = {"model": _before()["net"], "z": ramp(2)}
+BACK_ARGUMENTS = {"rename": BACK, "transform": BACK_FUNCTIONS}
 PLANS = {
-    "the same": (_before(), {}, _before(), {}),
-    "renamed": (RENAMED, {"rename": RENAMES}, _before(), {"rename": {"model.**": "net.**"}}),
-    "split, merged, stacked": (
-        _after(),
-        {"rename": CHANGES, "transform": FUNCTIONS},
-        _before(),
-        {"rename": BACK, "transform": BACK_FUNCTIONS},
-    ),
+    "renamed": ({"model": _before()["net"], "z": ramp(2)}, {"rename": RENAMES}, {"rename": {"model.**": "net.**"}}),
+    "split, merged, stacked": (_after(), {"rename": CHANGES, "transform": FUNCTIONS}, BACK_ARGUMENTS),
 }
 # The first form is that of the old state, the second that of the new one.
 LAW = [
-    *((name, "adam", one, other) for name in PLANS for one, other in (("tree", "vector"), ("stacks", "tree"))),
-    *(("renamed", rule, "tree", "tree") for rule in RULES),
-    *(("split, merged, stacked", rule, "stacks", "stacks") for rule in RULES),
-    *(("split, merged, stacked", rule, "vector", "vector") for rule in ("injected", "schedule")),
+    ("renamed", "adam", "stacks", "tree"),
+    ("split, merged, stacked", "injected", "tree", "vector"),
+    ("split, merged, stacked", "schedule", "vector", "stacks"),
+    ("split, merged, stacked", "every other step", "stacks", "stacks"),
 ]
 
 
 @pytest.mark.parametrize(("plan", "rule", "one", "other"), LAW, ids=map(", ".join, LAW))
 def test_steps_a_plan_and_steps_are_a_plan_of_all_steps(plan, rule, one, other, tmp_path):
     """k steps, plan, k steps = plan of 2k steps; there and back is what it was; a file is as good as memory."""
-    new, arguments, old, back = PLANS[plan]
+    (new, arguments, back), old = PLANS[plan], _before()
     tx, its = made(FORMS[one], RULES[rule]), made(FORMS[other], RULES[rule])
     there, again = saving.plan(tp.layout(old), new, **arguments), saving.plan(tp.layout(new), old, **back)
     half, state = _steps(tx, tx.init(old), old, 3)
@@ -131,12 +125,9 @@ def test_steps_a_plan_and_steps_are_a_plan_of_all_steps(plan, rule, one, other, 
 
 _MASK = np.float32([[1, 0, 1], [0, 1, 1]])
 MOVED = {
-    "transpose": (lambda x: x.T, lambda _, x: x.T),
-    "rows": (lambda x: x[jnp.array([1, 0])], lambda _, x: x[[1, 0]]),
     "rounded": (lambda x: x.astype(jnp.bfloat16)[:, ::-1].astype(jnp.float32), lambda _, x: x[:, ::-1]),
     "narrow": (lambda x: x.T.astype(jnp.bfloat16), lambda _, x: x.T),
     "mask": (lambda x: x * _MASK, lambda begun, x: np.where(_MASK, x, begun)),
-    "where": (lambda x: jnp.where(_MASK == 1, x, 0).T, lambda begun, x: np.where(_MASK, x, begun).T),
     "set": (lambda x: x.at[:, 1].set(0), lambda begun, x: np.where([True, False, True], x, begun)),
 }
 
@@ -151,7 +142,7 @@ def test_moments_are_moved_as_they_are(name):
     old = {"v": ramp(3), "w": row(2, 3, start=1) / 7}
     new = {"v": ramp(3), "w": np.asarray(function(jnp.asarray(old["w"])))}
     plan = saving.plan(old, new, transform={"w": function})
-    for form in [optim.trainable, VECTOR][: 1 + (name in ("rows", "mask"))]:
+    for form in [optim.trainable, VECTOR][: 1 + (name == "mask")]:
         tx = made(form, _BEGINS)
         like = dataclasses.replace(its := fresh(tx, new), runs=((its.runs[0][0], _filled(its.runs[0][1], 0.25)),))
         state = taken(fresh(tx, old))
@@ -185,7 +176,6 @@ LOOK_ALIKES = {
     "positions": ([ramp(2, 2), ramp(3), {"0": ramp(1)}], ["per leaf", "stacks"]),
     "adam": ({"mu": ramp(2), "nu": {"mu": ramp(2, 2)}, "count": ramp(3)}, ["adam"]),
     "a count": ({"count": ramp(3)}, ["schedule", "injected"]),
-    "a number": ({"count": ramp()}, ["schedule"]),
     "a trace": ({"trace": ramp(2, 2)}, ["vector"]),
     "states": (
         {"states": {"count": ramp(2)}, "inner_state": {"0": ramp(3)}, "runs": [ramp(2)]},
@@ -193,7 +183,6 @@ LOOK_ALIKES = {
     ),
     "keys of stacks": ({"float32[2]": ramp(2), "float32[3]": [ramp(3), ramp(2)]}, ["stacks"]),
     "bare": (ramp(2, 2), ["per leaf", "vector"]),
-    "one element": (ramp(1), ["vector"]),
 }
 
 
@@ -248,7 +237,7 @@ def test_what_waits_waits_afterwards(form, steps, tmp_path):
         }
 
 
-@pytest.mark.parametrize("form", [optim.trainable, VECTOR])
+@pytest.mark.parametrize("form", [optim.trainable, VECTOR], ids=["tree", "vector"])
 def test_parameters_that_wait_are_renamed_moved_and_stepped_around(form):
     tx, new = made(form, RULE), {"c": ramp(3), "w": ramp(2, 2), "x": ramp(3, 2)}
     plan = saving.plan(
@@ -266,7 +255,7 @@ def test_parameters_that_wait_are_renamed_moved_and_stepped_around(form):
         after, later = _steps(tx, carried, new, 1)
         assert_same((after["w"], later.held), (new["w"], carried.held), identity=False)
         assert [int(count) for count in later.counts] == [5, 1, 2]
-    with pytest.raises(ValueError, match=r"'w' is made of parameters of which some wait .* \('a' trains, 'b' waits\)"):
+    with pytest.raises(ValueError, match=r"'w' is made of parameters .* \('a' 4 steps, 'b' waits after 2 steps\)"):
         plan.state(history(form, None, "a"), tx.init(new))
 
 
@@ -292,10 +281,9 @@ def test_what_has_no_source_begins_a_history_of_its_own(form):
 
 
 def test_rates_that_were_set_go_along():
-    tx = made(optim.trainable, _ADAMW)
-    state = optim.adjust(tx.init(MODEL), learning_rate=0.5)
-    plan = saving.plan(MODEL, {"x": ramp(2), "b": ramp(2), "new": ramp(1)}, rename={"a": "x", "c": None}, strict=False)
-    carried = plan.state(state, tx.init({"x": ramp(2), "b": ramp(2), "new": ramp(1)}))
+    tx, new = made(optim.trainable, _ADAMW), {"x": ramp(2), "b": ramp(2), "new": ramp(1)}
+    plan = saving.plan(MODEL, new, rename={"a": "x", "c": None}, strict=False)
+    carried = plan.state(optim.adjust(fresh(tx, MODEL), learning_rate=0.5), fresh(tx, new))
     assert [float(run.hyperparams["learning_rate"]) for run in carried.runs] == [0.5, 0.5]
 
 
@@ -322,12 +310,3 @@ def test_ties_go_by_the_names_that_the_state_has():
     made_of_one = untied.state(state, fresh(tx, other)).runs[0][0]
     for moments, old in ((made_of_one.mu, state.runs[0][0].mu), (made_of_one.nu, state.runs[0][0].nu)):
         assert_same(list(moments.values()), [old["embed"]] * 2, identity=False)
-
-
-def test_a_plan_of_a_plan():
-    tx, old, new = made(optim.trainable, RULE), {"a": ramp(2, 2)}, {"c": ramp(2, 2)}
-    first = saving.plan(old, {"b": ramp(2, 2)}, rename={"a": "b"})
-    second = saving.plan(first, new, rename={"b": "c"}, transform={"b": jnp.transpose})
-    state = taken(fresh(tx, old))
-    carried = second.state(first.state(state, fresh(tx, first(old))), fresh(tx, new))
-    np.testing.assert_array_equal(carried.runs[0][0].mu["c"], state.runs[0][0].mu["a"].T)

@@ -90,16 +90,11 @@ def test_one_name_in_files_plans_walks_layouts_and_averages(path):
     ]
     assert tp.layout(tree, thaw="state.*.ema_state_index.0").paths[-2:] == (names[1], names[3])
     assert list(tp.trainables(tree, thawed))[-1] == "state.second.ema_state_index.1"
-    average = tp.ema(tree, run(Then, 3, 4), decay=0.5, buffers="average")
-    assert means(average) == [2, 3]
-    assert set(names) <= set(saving.names(average))
 
 
 TREES = {
     "a pair": (lambda m, s: (m, s), "1.first.ema_state_index.0"),
     "the state first": (lambda m, s: (s, m), "0.first.ema_state_index.0"),
-    "deeper": (lambda m, s: {"a": {"net": m}, "b": [s]}, "b.0.net.first.ema_state_index.0"),
-    "side by side": (lambda m, s: {"first": m.first, "second": m.second, "s": s}, "s.first.ema_state_index.0"),
     "beside an optimiser": (
         lambda m, s: {"adam": optax.adam(1.0).init(eqx.filter(m, eqx.is_array)), "model": m, "state": s},
         "state.first.ema_state_index.0",
@@ -108,11 +103,6 @@ TREES = {
         lambda m, s: optim.trainable(optax.adam(1.0), tp.layout((m, s), thaw="1")).init((m, s)),
         "runs.0.0.mu.1.first.ema_state_index.0",
     ),
-    "two of one class": (
-        lambda m, s: [(m, s), eqx.nn.make_with_state(Then)()],
-        "1.1.first.ema_state_index.0",
-    ),
-    "one part": (lambda m, s: (m.first, s.substate(m.first)), "1.ema_state_index.0"),
     "alone": (lambda m, s: s, "1.0"),
     "without one of its layers": (lambda m, s: (m.first, s), "1.1.0"),
 }
@@ -124,31 +114,12 @@ def test_a_name_is_the_path_of_the_index_in_the_model(case):
     assert want in saving.names(tree(its["model"], its["state"]))
 
 
-def test_states_made_without_make_with_state_have_names():
-    model = Then()
-    state = jax.tree.map(jnp.copy, eqx.nn.State(model))
-    assert names_below((model, state), "1")[1] == "1.first.ema_state_index.0"
-
-
 def test_a_diff_is_by_name():
     before, after = run(Then, 1, 2), run(Grown, 1, 3)
     differ = tp.diff(before, after)
     assert {"state.inserted.ema_state_index", "state.second.ema_state_index.0"} <= set(differ.paths)
     assert not [path for path in differ.paths if path.startswith("state.first")]
     assert not [row for row in differ.rows if row.path == "state"]  # its keys differ, and each is named
-
-
-def test_paths_are_the_same_in_a_trace():
-    tree = run(Then, 1, 2)
-    found = []
-
-    @eqx.filter_jit
-    def step(tree):
-        found.append(tp.layout(tree, thaw="state").paths)
-        return tree
-
-    step(tree)
-    assert found == [tp.layout(tree, thaw="state").paths]
 
 
 # -- Files -------------------------------------------------------------------------------------------------------------
@@ -167,28 +138,6 @@ def test_a_layer_that_is_inserted_shifts_no_other(path):
     assert "state.inserted.ema_state_index.0" in plan.missing
     with pytest.raises(ValueError, match=r"'state.inserted.ema_state_index.0' is in the tree and not in the file"):
         saving.load(path, run(Grown))
-
-
-def test_statistics_of_pytorch_have_a_place():
-    theirs = {
-        f"norm{i}.{name}": np.full(3, value, "float32")
-        for i in (1, 2)
-        for name, value in {"weight": 1, "bias": 0, "running_mean": i, "running_var": 10 + i}.items()
-    }
-    theirs = saving.names(theirs, rename={"norm1.**": "first.**", "norm2.**": "second.**"})
-    plan = saving.plan(
-        theirs,
-        run(Then),
-        rename={
-            "*.running_mean": "state.*.ema_state_index.0",
-            "*.running_var": "state.*.ema_state_index.1",
-            "**": "model.**",
-            None: "state.*.ema_first_time_index",
-        },
-    )
-    got = plan(theirs)
-    assert means(got) == [1, 2]
-    assert float(got["state"].get(got["model"].second.ema_state_index)[1][0]) == 12
 
 
 def test_older_files_load_by_position():
@@ -256,7 +205,6 @@ OTHERS = {
     "another class": {"dist": GAMMA(rate=jnp.array(0.0), shape=jnp.array(0.0))},
     "another number": {"dist": STUDENT(a=jnp.array(0.0), b=jnp.array(0.0), c=jnp.array(0.0))},
     "with keys": normal(KEYED),
-    "a list": {"dist": [jnp.array(0.0), jnp.array(0.0)]},
 }
 
 
@@ -270,28 +218,17 @@ def test_another_class_or_number_is_refused(path, name, is_saved):
         saving.load(path, like)
     with pytest.raises(ValueError, match=message):
         saving.plan(path, like)
-    if name != "a list":  # plain containers may be what another program restored
-        with pytest.raises(ValueError, match=message):
-            saving.plan(saved, like)
+    with pytest.raises(ValueError, match=message):
+        saving.plan(saved, like)
     plan = saving.plan(path, like, strict=False)
     assert any("register_pytree_with_keys" in why for why in plan.disagrees)
     assert all(a is b for a, b in zip(jax.tree.leaves(plan(path)), jax.tree.leaves(like), strict=True))
-
-
-def test_a_prefix_that_is_renamed_does_not_hide_another_class(path):
-    saving.save(path, {"a": normal(loc=3.0)})
-    with pytest.raises(ValueError, match=r"'a.dist' is a Normal of 2 children .*, a Gamma of 2"):
-        saving.plan(path, {"b": OTHERS["another class"]}, rename={"a.**": "b.**"})
-    plan = saving.plan(path, {"b": normal()}, rename={"a.**": "b.**"})
-    assert float(plan(path)["b"]["dist"].loc) == 3
 
 
 def test_an_explicit_rename_goes_into_another_class(path):
     saving.save(path, normal(loc=3.0, scale=4.0))
     plan = saving.plan(path, OTHERS["another class"], rename={"dist.0": "dist.1", "dist.1": "dist.0"})
     assert [float(plan(path)["dist"].rate), float(plan(path)["dist"].shape)] == [4, 3]
-    same = saving.plan(path, OTHERS["another class"], rename={"dist.0": "dist.0", "dist.1": "dist.1"})
-    assert float(same(path)["dist"].rate) == 3
     keyed = saving.plan(path, normal(KEYED), rename={"dist.0": "dist.loc", "dist.1": "dist.scale"})
     assert (float(keyed(path)["dist"].loc), float(keyed(path)["dist"].scale)) == (3, 4)
 

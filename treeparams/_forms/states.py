@@ -19,8 +19,9 @@ either state has: a piece may be a row in one, a span of a vector in another, an
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jax.typing import ArrayLike
 
 from .._tree.paths import join_path, key_entries
 from .._tree.types import PyTree, common_dtype
+from .block import Block
 from .form import Form
 
 # -- Owners ------------------------------------------------------------------------------------------------------------
@@ -44,15 +46,28 @@ _UNDIVIDED = (
     'gradients for all of them (tp.project(model, grads, missing="zeros")), and freeze none between steps'
 )
 
+_ANY = np.dtype(bool)  # where pieces are does not depend on their dtype
+
 
 class Owners(NamedTuple):
-    """The parameters that an array of a state belongs to, and the place of each one's piece."""
+    """The parameters that an array of a state belongs to, and where each one's piece is in it."""
 
     paths: tuple[str, ...]
     place: Place
     axis: int | None  # along which the pieces follow one another; none: the array is of one parameter alone
-    starts: tuple[int, ...]  # where each piece begins along the axis, and where the last one ends
-    has_rows: bool  # whether each piece is one row
+    block: Block  # of the parameters along the axis, without dtypes and padding
+
+    @classmethod
+    def of(
+        cls, paths: Sequence[str], place: Place, axis: int | None, shapes: Sequence[tuple[int, ...]], has_rows: bool
+    ) -> "Owners":
+        """Returns the parameters of these shapes, whose pieces are rows or follow one another flat."""
+        if axis is None:
+            block = Block.single(shapes[0], _ANY)
+        else:
+            arrays = [jax.ShapeDtypeStruct(shape, _ANY) for shape in shapes]
+            block = Block.rows(arrays) if has_rows else Block.vector(arrays, _ANY)
+        return cls(tuple(paths), place, axis, block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,14 +201,14 @@ def _owner(
     block, paths = form.blocks[i], tuple([form.paths[slot] for slot in form.members[i]])
     place = key_entries(path[:start]), key_entries(path[stop:])
     if block.length is None:
-        return Owners(paths, place, None, (), False)
+        return Owners.of(paths, place, None, block.shapes, False)
     if shape == marked_shape:
         return None
     # An array that grows by something else - a square one of all pairs of elements, a factor of half the length - is no
     # sequence of pieces, one for each parameter.
     for axis, size in enumerate(shape):
         if size == block.length and marked_shape == (*shape[:axis], leaves[i].leaf.shape[0], *shape[axis + 1 :]):
-            return Owners(paths, place, axis, tuple(block.starts), block.has_rows)
+            return Owners.of(paths, place, axis, block.shapes, block.has_rows)
     raise _UndividedError
 
 
@@ -201,31 +216,31 @@ def _owner(
 
 
 class Piece(NamedTuple):
-    """The piece of an array that belongs to one parameter."""
+    """The piece of an array that belongs to one parameter; without owners, all of an array."""
 
     array: Any
-    owners: Owners
-    number: int  # of the parameter among the owners
+    owners: Owners | None = None
+    number: int = 0  # of the parameter among the owners
 
-    def shape_alone(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the piece as a rule keeps it for a leaf of this shape."""
-        axis, whole = self.owners.axis, tuple(self.array.shape)
-        if axis is None:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the piece as a rule keeps it for the parameter alone."""
+        whole = tuple(self.array.shape)
+        if self.owners is None or self.owners.axis is None:
             return whole
-        return whole[:axis] + whole[axis + 1 :] if self.owners.has_rows else shape
+        axis, block = self.owners.axis, self.owners.block
+        return whole[:axis] + whole[axis + 1 :] if block.has_rows else block.shapes[self.number]
 
-    def alone(self, shape: tuple[int, ...]) -> Any:
-        """Returns the piece as a rule keeps it for a leaf of this shape."""
-        axis = self.owners.axis
-        if axis is None:
+    def alone(self) -> Any:
+        """Returns the piece as a rule keeps it for the parameter alone."""
+        if self.owners is None or self.owners.axis is None:
             return self.array
-        start, stop = self.owners.starts[self.number : self.number + 2]
-        piece = _span_of(self.array, start, stop, axis)
-        if self.owners.has_rows:
-            return piece.reshape(piece.shape[:axis] + piece.shape[axis + 1 :])
-        if piece.ndim > 1:
-            raise ValueError(f"{_UNDIVIDED}; an array of the state has {piece.ndim} axes, one of them the vector's")
-        return piece.reshape(shape)
+        if not self.owners.block.has_rows and self.array.ndim > 1:
+            raise ValueError(
+                f"{_UNDIVIDED}; an array of the state has {self.array.ndim} axes, one of them the vector's"
+            )
+        start, stop = self.owners.block.starts[self.number : self.number + 2]
+        return _span_of(self.array, start, stop, self.owners.axis).reshape(self.shape)
 
 
 def _span_of(array: ArrayLike, start: int, stop: int, axis: int) -> Any:
@@ -239,7 +254,6 @@ def _span_of(array: ArrayLike, start: int, stop: int, axis: int) -> Any:
 class Copies:
     """A state as its arrays, by the entries of their paths, with the owners of each."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # of the parameters
     arrays: Mapping[Entries, Any]  # in tree order
     division: Division
 
@@ -308,7 +322,7 @@ def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[
                 made.append(shared(entries))
             else:
                 its = [piece(owners.place, path) for path in owners.paths]
-                made.append(_join_pieces(owners, its, like.arrays[entries].shape, like.shapes))
+                made.append(_join_pieces(owners, its, like.arrays[entries].shape))
         except KeyError:
             raise ValueError(
                 f"the state has nothing at {join_path(entries)!r}, which a fresh state has: it was made by another "
@@ -317,17 +331,17 @@ def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[
     return made
 
 
-def _join_pieces(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...], shapes: Mapping[str, Any]) -> Any:
-    axis = owners.axis
+def _join_pieces(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...]) -> Any:
+    axis, has_rows = owners.axis, owners.block.has_rows
     if axis is None:
-        return pieces[0].alone(shapes[owners.paths[0]])
+        return pieces[0].alone()
     # From an array that is joined along the same axis, pieces go over as they lie, many at once. From another form,
     # each is first brought into the shape that it has by itself.
-    if all((piece.owners.axis, piece.owners.has_rows) == (axis, owners.has_rows) for piece in pieces):
-        arrays = _runs(pieces, axis)
+    if all(each.owners and (each.owners.axis, each.owners.block.has_rows) == (axis, has_rows) for each in pieces):
+        arrays = _runs(pieces, axis, has_rows)
     else:
-        alone = [piece.alone(shapes[path]) for piece, path in zip(pieces, owners.paths, strict=True)]
-        arrays = [jnp.expand_dims(each, axis) if owners.has_rows else jnp.ravel(each) for each in alone]
+        alone = [piece.alone() for piece in pieces]
+        arrays = [jnp.expand_dims(each, axis) if has_rows else jnp.ravel(each) for each in alone]
     # A state of narrow leaves may have been that of a wider form: it keeps its digits.
     dtype = common_dtype([array.dtype for array in arrays])
     padding = shape[axis] - sum(array.shape[axis] for array in arrays)
@@ -336,25 +350,22 @@ def _join_pieces(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...]
     return arrays[0] if len(arrays) == 1 else jnp.concatenate([array.astype(dtype) for array in arrays], axis)
 
 
-def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
+def _runs(pieces: Sequence[Piece], axis: int, has_rows: bool) -> list[Any]:
     """Returns the pieces along an axis, neighbouring pieces of one array as one."""
     # A slice for each piece would be a thousand operations for a thousand parameters. Most often a whole array, or a
     # long run of it, goes over: when a layer freezes, two runs are left of the vector, before it and after it.
-    runs: list[tuple[Any, list[tuple[int, int]]]] = []  # arrays, and spans of each
-    for array, owners, number in pieces:
-        start, stop = owners.starts[number : number + 2]
-        if not runs or runs[-1][0] is not array:
-            runs.append((array, []))
-        spans = runs[-1][1]
-        if spans and spans[-1][1] == start:
-            spans[-1] = (spans[-1][0], stop)
-        else:
-            spans.append((start, stop))
     found = []
-    for array, spans in runs:
+    for _, group in itertools.groupby(pieces, key=lambda piece: id(piece.array)):
+        its = list(group)
+        array, spans = its[0].array, list[tuple[int, int]]()
+        for _, owners, number in its:
+            start, stop = cast(Owners, owners).block.starts[number : number + 2]
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, stop))
         if spans == [(0, array.shape[axis])]:
             found.append(jnp.asarray(array))
-        elif pieces[0].owners.has_rows and len(spans) > 1:  # of many rows one gather, and not a slice for each
+        elif has_rows and len(spans) > 1:  # of many rows one gather, and not a slice for each
             rows = np.concatenate([np.arange(*span) for span in spans])
             found.append(jnp.take(jnp.asarray(array), rows, axis, mode="clip"))
         else:

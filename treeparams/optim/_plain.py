@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._forms.states import Entries, Owners, Piece, Place, entries_of, joined
+from .._forms.states import Entries, Piece, Place, entries_of, joined
 from .._slots.index import Index
 from .._slots.layout import index_of
 from .._slots.ties import Alias
@@ -91,8 +91,8 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
     is_whole = rule.form == "tree" and len(given) == len(history.copies.arrays)
     if nodes_of(optax.ScaleByLBFGSState, fresh.runs) and not is_whole:
         raise ValueError("L-BFGS remembers steps of all parameters together: its state goes over as a whole, or not")
-    index, own, shapes = index_of(fresh.layout), _own_names(history), history.copies.shapes
-    theirs = _of(_their_names(index, own, given), shapes)
+    index, own, paths = index_of(fresh.layout), _own_names(history), history.layout.paths
+    theirs = _of(_their_names(index, own, given), paths)
     empty = {quote(group.name) for group in groups_in(fresh.runs) if not group.paths}
     found = _sources_of(own, theirs, [name for name in own if not empty.isdisjoint(name[0])])
     arrays = {name: _one_of(index, given, theirs[name]) for its in found.values() for name in its}
@@ -143,7 +143,7 @@ def to_optax(tx: object, state: PyTree, like: PyTree) -> PyTree:
     names, found = [_own_names(history) for history in (*held, *running)], entries_of(fresh)
     theirs = _their_names(index, {name: place for each in names for name, place in each.items()}, found)
     for history, own in zip((*held, *running), names, strict=True):
-        wanted = _of(theirs, history.copies.shapes)
+        wanted = _of(theirs, history.layout.paths)
         if history in held:  # its numbers are those of the histories that train
             wanted = {name: its for name, its in wanted.items() if name[1] is not None}
             own = {name: place for name, place in own.items() if place is not None}
@@ -289,7 +289,7 @@ def _own_array(history: History, name: Name, place: Place | None) -> Any:
     copies, (entries, path) = history.copies, name
     if place is None or path is None:
         return copies.shared(entries)
-    return copies.piece(place, path).alone(copies.shapes[path])
+    return copies.piece(place, path).alone()
 
 
 def _arrays_for(history: History, own: Mapping[Name, Any], found: Mapping[Name, Any], arrays: Any) -> list[Any]:
@@ -301,10 +301,10 @@ def _arrays_for(history: History, own: Mapping[Name, Any], found: Mapping[Name, 
         its, name, slot = copies.piece(place, path), names[place, path], slots[path]
         if name not in found:
             return its
-        is_vector = its.owners.axis is not None and not its.owners.has_rows  # of several dtypes it has the widest
+        owners: Any = its.owners
+        is_vector = owners.axis is not None and not owners.block.has_rows  # of several dtypes it has the widest
         array, dtype = _one_value(found[name], arrays), slot.dtype if is_vector else None
-        array = _fitting(name, array, its.array, its.shape_alone(slot.shape), dtype)
-        return Piece(array, Owners((path,), place, None, (), False), 0)
+        return Piece(_fitting(name, array, its.array, its.shape, dtype))
 
     def shared(entries: Entries) -> Any:
         its, like = found.get((entries, None)), copies.shared(entries)

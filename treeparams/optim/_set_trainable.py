@@ -26,7 +26,7 @@ from .._tree.types import PyTree, common_dtype
 from ._boundary import misfit
 from ._groups import check_groups, group_name, groups_in
 from ._per_leaf import PerLeafState
-from ._state import History, Roles, TrainableState, in_own_buffers, map_injected, nodes_of, noticed, rule_of
+from ._state import History, TrainableState, in_own_buffers, map_injected, nodes_of, noticed, rule_of, state_of
 from ._step import counting
 from ._updates import copies_in
 
@@ -145,11 +145,7 @@ def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, re
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
     is_anew = np.isin(list(parts.index.narrow), list(anew))
     still = jax.tree.map(lambda counts: jnp.where(is_anew, 0, counts), state.still)
-    every = (*running, *held)
-    at, states = [index_of(each.layout).positions for each in every], [each.state for each in every]
-    divisions, counts, n = [each.division for each in every], [each.count for each in every], len(running)
-    roles = Roles(parts.layout, tuple(at[:n]), tuple(at[n:]), tuple(divisions))
-    return counting(TrainableState(tuple(states[:n]), tuple(states[n:]), tuple(counts), roles, still))
+    return counting(state_of(parts.layout, running, held, still))
 
 
 def _at(rule: Any, layout: Layout, pairs: Sequence[tuple[History, Any]], side: frozenset[int]) -> list[History]:

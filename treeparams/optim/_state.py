@@ -353,8 +353,7 @@ class History:
     @functools.cached_property
     def copies(self) -> Copies:
         """The arrays of the state, and the parameters of each."""
-        shapes = {slot.path: slot.shape for slot in self.layout.slots}
-        return Copies(shapes, entries_of(self.state), self.division)
+        return Copies(entries_of(self.state), self.division)
 
     def holding(self, arrays: Mapping[Entries, Any]) -> "History":
         """Returns the history with these arrays in place of its own."""
@@ -394,3 +393,12 @@ class History:
                 "L-BFGS remembers steps of all trained leaves together: give all of them gradients, tp.project(model, "
                 'grads, missing="zeros"), or begin anew, optim.set_trainable(..., reset=True)'
             )
+
+
+def state_of(layout: Layout, running: Sequence[History], held: Sequence[History], still: Any) -> TrainableState:
+    """Returns the state of these histories."""
+    sides, both = (running, held), (*running, *held)
+    trains, waits = (tuple([index_of(each.layout).positions for each in side]) for side in sides)
+    runs, kept = (tuple([each.state for each in side]) for side in sides)
+    roles = Roles(layout, trains, waits, tuple([each.division for each in both]))
+    return TrainableState(runs, kept, tuple([each.count for each in both]), roles, still)

@@ -16,7 +16,6 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .._forms.block import Block
 from .._forms.form import Form, cut_blocks, tree_of
 from .._forms.states import Division, Entries, divide
 from .._slots.accidents import warn_of_parted_ties
@@ -122,11 +121,8 @@ def _copies(state: Any) -> dict[str, jax.Array]:
     divisions = zip(state.runs, state.roles.divisions, strict=False)
     found = dict[str, jax.Array]()
     for owners, copy in [pair for run, division in divisions for pair in copies_in(run, division)]:
-        pieces = [jax.ShapeDtypeStruct(state.layout[path].shape, copy.dtype) for path in owners.paths]
-        if owners.axis is None:
-            block = Block.single(copy.shape, copy.dtype)
-        else:
-            block = Block.rows(pieces) if owners.has_rows else Block.vector(pieces, copy.dtype, copy.size)
+        length = None if owners.axis is None else copy.shape[owners.axis]
+        block = dataclasses.replace(owners.block, dtype=copy.dtype, dtypes=(), length=length)
         found |= zip(owners.paths, cut_blocks([block], [copy])[0], strict=True)
     return found
 

@@ -208,7 +208,8 @@ def _division_in_words(run: PyTree, division: Division, numbers: Mapping[str, in
     blocks, owned = dict[Any, int](), dict[str, list[Any]]()
     for entries, owners in [] if problem else zip(arrays, division.owners, strict=True):
         if owners is not None:
-            block = tuple([numbers[path] for path in owners.paths]), owners.starts, owners.has_rows
+            starts = () if owners.axis is None else tuple(owners.block.starts)
+            block = tuple([numbers[path] for path in owners.paths]), starts, owners.block.has_rows
             number = blocks.setdefault(block, len(blocks))
             owned[join_path(entries)] = [number, *map(len, owners.place), owners.axis]
     return {"blocks": list(blocks), "owners": owned, "problem": problem}
@@ -216,16 +217,17 @@ def _division_in_words(run: PyTree, division: Division, numbers: Mapping[str, in
 
 def division_in(words: Mapping[str, Any], number: int, arrays: Collection[Entries]) -> Division:
     """Returns the owners of each of these arrays of a history."""
-    said, paths = words["divisions"][number], [path for path, *_ in words["slots"]]
+    said = words["divisions"][number]
 
     def owners_of(entries: Entries) -> Owners | None:
         its = said["owners"].get(join_path(entries))
         if its is None:
             return None
         block, before, after, axis = its
-        slots, starts, has_rows = said["blocks"][block]
+        slots, _, has_rows = said["blocks"][block]
         place = entries[:before], entries[len(entries) - after :]
-        return Owners(tuple([paths[slot] for slot in slots]), place, axis, tuple(starts), has_rows)
+        its = [words["slots"][slot] for slot in slots]
+        return Owners.of([path for path, *_ in its], place, axis, [tuple(shape) for _, _, shape, _ in its], has_rows)
 
     return Division(tuple(map(owners_of, arrays)), said["problem"])
 

@@ -43,72 +43,60 @@ class Fit(NamedTuple):
     @property
     def used(self) -> list[str]:
         """The names of the arrays that go somewhere."""
-        return _sources_of((*self.comes.values(), *self.also))
+        return list(dict.fromkeys(name for move in (*self.comes.values(), *self.also) for name in move.route.sources))
 
 
 def fit(contents: Contents, source: Names, rename: Rename | None, transform: Transforms | None) -> Fit:
     """Finds the move that fills each array of a model."""
-    leaves = contents.leaf_at
+    leaves, aliases = contents.leaf_at, source.aliases
     found, dropped, kept = routes(source.specs, rename, transform, leaves)
     found = [_to_leaves(route, leaves) for route in found]
-    offers = _Offers(contents, source.specs)
     pairs = [pair for route in found if not route.is_exact for pair in zip(route.sources, route.targets, strict=False)]
     unlike = unlike_nodes(contents, source.unkeyed, pairs, "source")
-    for route in [route for route in found if not unlike.keys().isdisjoint(route.sources)]:
-        offers.refuse(route, next(unlike[name] for name in route.sources if name in unlike))
-        found.remove(route)
-    nowhere = {id(route) for route in found if leaves.keys().isdisjoint(route.targets)}
-    unused = {name: first_few(route.targets) for route in found if id(route) in nowhere for name in route.sources}
+    offers, nowhere, used = _Offers(contents, source.specs), dict[str, str](), set(dropped)
     for route in found:
-        if id(route) not in nowhere:
+        why = next((unlike[name] for name in route.sources if name in unlike), None)
+        if why is None and leaves.keys().isdisjoint(route.targets):
+            nowhere |= dict.fromkeys(route.sources, first_few(route.targets))
+            continue
+        used.update(route.sources)
+        if why is None:
             offers.add(route)
-    comes, also = offers.chosen(source.aliases)
-    used = dropped.union(offers.reported, *(route.sources for route in found if id(route) not in nowhere))
+        else:
+            offers.refuse(route, why)
     # A file has a tie under several names; the one that is stored is used where another one is.
-    used.update([source.aliases[name] for name in used if name in source.aliases])
+    used.update([aliases[name] for name in used if name in aliases])
     # An array that stays as it is must not be tied to one that is filled.
-    stay = {_stored_leaf(contents, leaves[name]): name for name in sorted(kept)}
+    stay = {offers.root(leaves[name]): name for name in sorted(kept)}
     for leaf, name in offers.goes_to.items():
-        if _stored_leaf(contents, leaf) in stay:
-            at = stay[_stored_leaf(contents, leaf)]
+        if offers.root(leaf) in stay:
+            at = stay[offers.root(leaf)]
             raise ValueError(f"rename, None: {at!r} should stay as it is, but {name!r} goes there")
-    missing = tuple(i for i in contents.stored.values() if i not in comes and i not in offers.refused | stay.keys())
-    return Fit(
+    comes, also = offers.chosen(aliases)
+    filled_or_not = comes.keys() | offers.refused | stay.keys()
+    made = Fit(
         comes,
         also,
-        _same(source, _sources_of((*comes.values(), *also)), dropped | offers.reported),
-        missing,
-        {name: unused.get(name, "") for name in source if name not in used},
+        {},
+        tuple(i for i in contents.stored.values() if i not in filled_or_not),
+        {name: nowhere.get(name, "") for name in source if name not in used},
         tuple(offers.disagrees),
         frozenset(stay),
     )
-
-
-def _sources_of(moves: Iterable[Move]) -> list[str]:
-    return list(dict.fromkeys(name for move in moves for name in move.route.sources))
-
-
-def _same(source: Names, used: Sequence[str], left_out: set[str]) -> dict[str, str]:
-    """Returns the names of ties of the source that go nowhere, each with the name of the same array that does."""
-    taken = {source.aliases.get(name, name): name for name in reversed(used)}
-    others = dict.fromkeys(name for pair in source.aliases.items() for name in pair)
-    left_out = left_out.union(used)
-    roots = {name: source.aliases.get(name, name) for name in others if name not in left_out}
-    return {name: taken[root] for name, root in roots.items() if root in taken}
-
-
-def _stored_leaf(contents: Contents, leaf: int) -> int:
-    """Returns the leaf that a leaf follows from; for a stored leaf, itself."""
-    return contents.aliases[leaf].source if leaf in contents.aliases else leaf
+    # Names of ties of the source that go nowhere, each with the name of the same array that does.
+    taken = {aliases.get(name, name): name for name in reversed(made.used)}
+    others = dict.fromkeys(name for pair in aliases.items() for name in pair)
+    apart = {*made.used, *dropped, *offers.reported}
+    pairs = [(name, taken.get(aliases.get(name, name))) for name in others if name not in apart]
+    return made._replace(same={name: other for name, other in pairs if other is not None})
 
 
 def _to_leaves(route: Route, leaves: Mapping[str, int]) -> Route:
     """Removes quotes from a target if it is a path only without them: a flat dictionary into a nested model."""
-    texts = {target: bare(target) for target in route.targets if target not in leaves}
-    if leaves.keys().isdisjoint(texts.values()):
-        return route
-    targets = tuple([texts[target] if texts.get(target) in leaves else target for target in route.targets])
-    return dataclasses.replace(route, targets=targets)
+    targets = tuple([
+        text if target not in leaves and (text := bare(target)) in leaves else target for target in route.targets
+    ])
+    return route if targets == route.targets else dataclasses.replace(route, targets=targets)
 
 
 def shown(names: Sequence[str]) -> str:
@@ -131,9 +119,13 @@ class _Offers:
         self.fits: dict[int, list[Move]] = {}
         self.refused = set[int]()
         self.reported = set[str]()
-        self.disagrees = list[str]()
+        self.disagrees = dict[str, None]()
         self.goes_to: dict[int, str] = {}
         self._contents, self._specs = contents, specs
+
+    def root(self, leaf: int) -> int:
+        """Returns the leaf that a leaf follows from; for a stored leaf, itself."""
+        return self._contents.aliases[leaf].source if leaf in self._contents.aliases else leaf
 
     def add(self, route: Route) -> None:
         """Compares the results of a route with the leaves that they go to."""
@@ -141,38 +133,37 @@ class _Offers:
         for target in route.targets:
             if target not in leaves:
                 self.refuse(route, f"{given}: no array is at {target!r}{nearest(target, leaves)}")
-        unknown = [name for name in route.sources if not _is_in_jax(self._specs[name].dtype)]
-        made = [] if unknown else _results(route, self._specs)
-        if unknown:
-            spec = self._specs[unknown[0]]
+        unknown = next((name for name in route.sources if not _is_in_jax(self._specs[name].dtype)), None)
+        made: list[Any] = [None] * len(route.targets) if unknown is not None else _results(route, self._specs)
+        if unknown is not None:
+            spec = self._specs[unknown]
             none = "JAX does" if isinstance(spec.dtype, np.dtype) else "NumPy and JAX do"
-            what = f"{unknown[0]!r} is {describe(spec)}, which {none} not support"
-            self.refuse(route, f"{what}; drop it, rename={{{unknown[0]!r}: None}}")
-        elif len(made) != len(route.targets):
-            self.refuse(
-                route, f"{given}: {route.how} gives {len(made)} arrays, but the paths are {shown(route.targets)}"
-            )
+            what = f"{unknown!r} is {describe(spec)}, which {none} not support"
+            self.refuse(route, f"{what}; drop it, rename={{{unknown!r}: None}}")
+        if len(made) != len(route.targets):
+            count = f"{route.how} gives {len(made)} arrays"
+            self.refuse(route, f"{given}: {count}, but the paths are {shown(route.targets)}")
             return
         for number, target in enumerate(route.targets):
             if target in leaves:
-                self._offer(Move(route, number, leaves[target]), made[number] if made else None)
+                self._offer(Move(route, number, leaves[target]), made[number])
 
     def refuse(self, route: Route, why: str) -> None:
         """Notes why a route does not fit, and that no array of it is missing."""
-        self.disagrees += [why] if why not in self.disagrees else []
+        self.disagrees[why] = None
         self.reported.update(route.sources)
-        leaves = [self._contents.leaf_at.get(target) for target in route.targets]
-        self.refused.update(_stored_leaf(self._contents, leaf) for leaf in leaves if leaf is not None)
+        leaves = self._contents.leaf_at
+        self.refused.update(self.root(leaves[target]) for target in route.targets if target in leaves)
 
     def _offer(self, move: Move, made: Spec | None) -> None:
         contents, route, leaf = self._contents, move.route, move.leaf
         name, want, alias = contents.short_names[leaf], contents.spec(leaf), contents.aliases.get(leaf)
-        # Several names may go to one tie. Of these moves one fills the array, that to its own path if there is one; the
-        # others are compared with it. An alias with a transform is never filled: it is computed.
-        root = leaf if alias is None or alias.transforms else alias.source
         if leaf in self.goes_to:
             raise ValueError(f"{self.goes_to[leaf]!r} and {route.sources[0]!r} both go to {name!r}; drop one with None")
         self.goes_to[leaf] = route.sources[0]
+        # Several names may go to one tie. Of these moves one fills the array, that to its own path if there is one; the
+        # others are compared with it. An alias with a transform is never filled: it is computed.
+        root = leaf if alias is None or alias.transforms else alias.source
         if made == want:
             self.fits.setdefault(root, []).append(move)
             return
@@ -243,8 +234,13 @@ def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
             )
     check_given(given, planned, found.used, strict)
     for name, other in found.same.items():
-        if name in given.specs:
-            _check_tie(given, name, other)
+        if name not in given.specs or given.aliases.get(name, name) == given.aliases.get(other, other):
+            continue
+        if given.specs[name] != given.specs[other] or not _are_equal(given[name], given[other]):
+            raise ValueError(
+                f"{name!r} and {other!r} differ, but were the same array when the plan was made, which uses only "
+                f"{other!r}; make the plan from these arrays, or drop one, rename={{{name!r}: None}}"
+            )
     return given
 
 
@@ -274,18 +270,6 @@ def check_given(given: Names, planned: Names, used: Iterable[str], strict: bool,
         )
 
 
-def _check_tie(given: Names, name: str, other: str) -> None:
-    """Rejects two different arrays that were the same one when the plan was made."""
-    if given.aliases.get(name, name) == given.aliases.get(other, other):
-        return
-    is_same = given.specs[name] == given.specs[other]
-    if not is_same or not _are_equal(given[name], given[other]):
-        raise ValueError(
-            f"{name!r} and {other!r} differ, but were the same array when the plan was made, which uses only "
-            f"{other!r}; make the plan from these arrays, or drop one, rename={{{name!r}: None}}"
-        )
-
-
 def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
     """Returns the leaves of a model with the given arrays."""
     names = contents.short_names
@@ -298,7 +282,7 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
     besides, taken = list[tuple[Move, Any]](), set[int]()
 
     def coming() -> Iterator[tuple[int, Like]]:
-        for move, array in _moved(found, given):
+        for move, array in _arriving(found, given):
             if found.comes.get(move.leaf) is not move:
                 besides.append((move, array))
                 continue
@@ -317,32 +301,26 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
     return leaves
 
 
-def _moved(found: Fit, given: Names) -> Iterator[tuple[Move, Any]]:
+def _arriving(found: Fit, given: Names) -> Iterator[tuple[Move, Any]]:
     """Yields the array that each move brings. Each route runs once, even if several of its results are needed."""
     wanted: dict[int, list[Move]] = {}
     for move in (*found.comes.values(), *found.also):
         wanted.setdefault(id(move.route), []).append(move)
     for moves in wanted.values():
-        made = _made(moves[0].route, given)
+        route = moves[0].route
+        arrays = [given[name] for name in route.sources]
+        for i, (name, array) in enumerate(zip(route.sources, arrays, strict=True)):
+            if isinstance(array, jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"{name!r} has no value: expected arrays, got jax.ShapeDtypeStructs; jax.eval_shape(plan, arrays) "
+                    "gives the shapes of the model"
+                )
+            # A function has met arrays of JAX alone, when the plan was made. It may give back an argument as it is,
+            # which is not to be the array of somebody else.
+            if isinstance(array, np.ndarray) and route.function not in (None, stack, unstack):
+                arrays[i] = jnp.array(as_in_jax(name, array), copy=not given.is_file)
+        made = route(*arrays)
         yield from ((move, made[move.number]) for move in moves)
-
-
-def _made(route: Route, given: Names) -> list[Any]:
-    arrays = [given[name] for name in route.sources]
-    for name, array in zip(route.sources, arrays, strict=True):
-        if isinstance(array, jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"{name!r} has no value: expected arrays, got jax.ShapeDtypeStructs; jax.eval_shape(plan, arrays) "
-                "gives the shapes of the model"
-            )
-    if route.function in (None, stack, unstack):
-        return route(*arrays)
-    # The function has met arrays of JAX alone, when the plan was made. It may give back an argument as it is, which is
-    # not to be the array of somebody else.
-    for i, (name, array) in enumerate(zip(route.sources, arrays, strict=True)):
-        if isinstance(array, np.ndarray):
-            arrays[i] = jnp.array(as_in_jax(name, array), copy=not given.is_file)
-    return route(*arrays)
 
 
 def _are_equal(one: Array, other: Array) -> bool:
@@ -356,14 +334,12 @@ def _are_equal(one: Array, other: Array) -> bool:
 def _check_same(move: Move, value: Array, have: Array, contents: Contents) -> None:
     """Rejects an array for a tie that differs from the one already there."""
     alias, names = contents.aliases.get(move.leaf), contents.short_names
-    if alias and alias.transforms and not isinstance(value, Tracer) and not isinstance(have, Tracer):
+    is_same = _are_equal(value, have)
+    if not is_same and alias and alias.transforms:
         # An alias that is computed, as a norm or an inverse, is the same up to half of its digits.
-        value, have = in_numpy(value), in_numpy(have)
         tolerance = float(jnp.finfo(have.dtype).eps) ** 0.5
-        wide = np.complex128 if have.dtype.kind == "c" else np.float64  # NumPy does not compare the narrowest floats
-        is_same = np.allclose(value.astype(wide), have.astype(wide), tolerance, tolerance, equal_nan=True)
-    else:
-        is_same = _are_equal(value, have)
+        with jax.ensure_compile_time_eval():  # in a trace, too
+            is_same = bool(jnp.allclose(value, have, tolerance, tolerance, equal_nan=True))
     if not is_same:
         raise ValueError(
             f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is tied to "

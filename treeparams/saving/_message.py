@@ -213,7 +213,7 @@ def _tree_of(received: Message, have: Any) -> Any:
     """Returns the tree that a message makes from another tree."""
     if received.since is None:
         with received.understood():
-            have = with_histories(have, received.words["states"], received.specs)
+            have = with_histories(have, received)
     contents = Contents(have)
     known, said = contents.aliases, received.words["layout"]
     if received.since is not None:

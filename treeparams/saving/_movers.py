@@ -10,6 +10,7 @@ matrix and its transpose, applied to ones, give the sums.
 Casts within the function are left out, so that moments keep their digits.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -86,7 +87,7 @@ class Movers:
         route, number, _ = self.comes[path]
         reader, arrays = _Reader(route, self.source), list(map(read, route.sources))
         if reader.own and self._model[path].parameter:
-            return reader.averages(arrays)[number]
+            return reader.results({i: arrays[i] for i in reader.own})[number]
         return route(*arrays)[number]
 
 
@@ -131,7 +132,8 @@ class _Reader:
             # What is made of constants counts as made from the first parameter, as if a mask had dropped all of it.
             reads = tuple(sorted(result.reads)) or (self.own[0],)
             dropped = rows[number] == 0 if number in rows and not rows[number].all() else None
-            found[number] = Places(reads, result.is_given, dropped, self._filler(number, dropped, reads))
+            filled = functools.partial(self._filled, number, dropped, reads)
+            found[number] = Places(reads, result.is_given, dropped, filled)
         return found
 
     def check(self) -> None:
@@ -139,24 +141,16 @@ class _Reader:
         if self.own:
             self._walked(_Linear(), dict.fromkeys(self.own))
 
-    def averages(self, arrays: Sequence[Any]) -> dict[int, Any]:
-        """Returns the results for averages of the arguments."""
-        dtype = common_dtype([arrays[i].dtype for i in self.own])
-        own = {i: jnp.asarray(arrays[i]).astype(dtype) for i in self.own}
-        return {number: result.array for number, result in self._walked(_Linear(dtype), own).items()}
+    def results(self, arrays: Mapping[int, Any], *, is_exact: bool = False) -> dict[int, Any]:
+        """Returns the results for these arrays in place of the parameters."""
+        dtype = common_dtype([array.dtype for array in arrays.values()])
+        own = {i: jnp.asarray(array).astype(dtype) for i, array in arrays.items()}
+        return {number: result.array for number, result in self._walked(_Linear(dtype, is_exact), own).items()}
 
-    def _filler(self, number: int, dropped: Any, reads: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
-        def filled(arrays: Sequence[Any]) -> Any:
-            dtype = common_dtype([array.dtype for array in arrays])
-            given = {i: jnp.asarray(array).astype(dtype) for i, array in zip(reads, arrays, strict=True)}
-            result = self._moved({i: np.zeros(self._specs[i].shape, dtype) for i in self.own} | given, dtype)[number]
-            return result if dropped is None else jnp.where(dropped, 0, result)
-
-        return filled
-
-    def _moved(self, arrays: Mapping[int, Any], dtype: Any) -> dict[int, Any]:
-        results = self._walked(_Linear(dtype, is_exact=True), arrays)
-        return {number: result.array for number, result in results.items()}
+    def _filled(self, number: int, dropped: Any, reads: Sequence[int], arrays: Sequence[Any]) -> Any:
+        zeros = {i: np.zeros(self._specs[i].shape, arrays[0].dtype) for i in self.own}
+        result = self.results(zeros | dict(zip(reads, arrays, strict=True)), is_exact=True)[number]
+        return result if dropped is None else jnp.where(dropped, 0, result)
 
     def _rows(self) -> dict[int, Any]:
         """Returns the sums of the rows for each result, if none of them and no sum of a column is more than one."""
@@ -166,7 +160,7 @@ class _Reader:
             raise self._refused(f"is of {total:,} elements, and does more than use each array once, as a whole")
         with jax.ensure_compile_time_eval():
             ones = {i: np.ones(shape, np.float32) for i, shape in shapes.items()}
-            rows, transposed = jax.vjp(lambda ones: self._moved(ones, np.float32), ones)
+            rows, transposed = jax.vjp(lambda ones: self.results(ones, is_exact=True), ones)
             (columns,) = transposed(jax.tree.map(jnp.ones_like, rows))
             if not all(jnp.max(each, initial=0) <= 1 for each in [*rows.values(), *columns.values()]):
                 raise self._refused("changes or repeats them")

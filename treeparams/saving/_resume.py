@@ -6,7 +6,6 @@ which parameters `init` trains: the parts of a state that copy the parameters ar
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 
+from .._files.file import File
 from .._files.names import is_below, split_name
 from .._files.values import histories_in, specs_in
 from .._forms.form import tree_of
@@ -23,81 +23,71 @@ from .._slots.index import Index
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.ties import Alias
 from .._tree.paths import join_path, key_entries, quote, split_path, unquote
-from .._tree.structure import Spec, is_array
+from .._tree.structure import is_array
+from .._tree.text import first_few
 from .._tree.types import PyTree, is_inexact
 from ..optim._groups import Group, GroupsState
-from ..optim._state import Roles, TrainableState
+from ..optim._state import History, TrainableState, state_of
 from ._contents import division_in, state_in_words
 
-Stored = Mapping[Entries, Any]
-"""Arrays as shapes and dtypes, by the entries of their names below some node."""
 
+def with_histories(tree: PyTree, file: File) -> PyTree:
+    """Returns a tree whose states have the histories that a file describes; new arrays are shapes.
 
-def with_histories(tree: PyTree, states: Mapping[str, Any], specs: Mapping[str, Spec]) -> PyTree:
-    """Returns a tree whose states have the histories that these words describe; new arrays are shapes.
-
-    A state stays as it is if it has these histories, and if the words are of another model or of another form.
+    A state stays as it is if it has these histories, and if the file's is of another model.
     """
-    if not states:
+    if not file.words["states"]:
         return tree
-    nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_state)
+    is_state = lambda node: isinstance(node, TrainableState)
+    nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_state)
     made = list[Any]()
     for keys, node in nodes:
         path = join_path(key_entries(keys))
-        words = states.get(path) if _is_state(node) else None
-        made.append(node if words is None else _with_histories(node, words, specs, path))
+        is_known = is_state(node) and path in file.words["states"]
+        made.append(_with_histories(node, file, path) if is_known else node)
     return jtu.tree_unflatten(treedef, made)
 
 
-def _is_state(node: object) -> bool:
-    return isinstance(node, TrainableState)
-
-
-def _below(specs: Mapping[str, Spec], path: str) -> Stored:
-    depth = len(split_path(path))
-    return {split_name(name)[depth:]: spec for name, spec in specs.items() if not path or is_below(name, path)}
-
-
-def _with_histories(
-    state: TrainableState, words: Mapping[str, Any], specs: Mapping[str, Spec], path: str
-) -> TrainableState:
-    roles, structure, here = state.roles, index_of(state.layout).structure, state_in_words(state)
+def _with_histories(state: TrainableState, file: File, path: str) -> TrainableState:
+    roles, structure, specs = state.roles, index_of(state.layout).structure, file.specs
+    here, there = state_in_words(state), file.words["states"][path]
+    form, other = _form_in_words(here), _form_in_words(there)
+    if form != other:
+        names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
+        raise ValueError(
+            f"{file.source.name} does not fit the tree: the state at {path!r} has the form {other!r} in the "
+            f"{file.noun}, {form!r} in the tree. A plan converts it:\nstate = saving.plan(model, model).state({names}, "
+            "like=tx.init(model))"
+        )
     known = dict(zip(structure.paths, structure.specs, strict=True))
-    if together(here) == together(words) or not specs_in(words).items() <= known.items():
+    together = [(specs_in(each), {history.key for history in histories_in(each)}) for each in (here, there)]
+    is_whole = any(division["problem"] for division in here["divisions"] + there["divisions"])
+    if together[0] == together[1] or not (is_whole or specs_in(there).items() <= known.items()):
         return state
-    runs = zip((*state.runs, *state.held), (*roles.running, *roles.held), roles.divisions, strict=True)
-    run, positions, division = max(runs, key=lambda each: len(each[1]), default=(None, (), None))
-    if division is None or division.problem or form_of(here) != form_of(words):
-        return state
-    whole, start = _tied(state, words), f"{path}." if path else ""
-    sides: dict[str, list[Any]] = {"runs": [], "held": []}
-    places: dict[str, list[Any]] = {"runs": [], "held": []}
-    divisions = list[Division]()
-    for number, history in enumerate(histories_in(words)):
-        its = _below(specs, start + history.path)
-        owners = dict(zip(its, division_in(words, number, its).owners, strict=True))
-        leaves = tuple([structure.index[path] for path in history.parameters])
-        both = trained_at(state.layout, positions), trained_at(whole, leaves)
-        made, divided = like_history(run, division, both, its, owners)
-        divisions.append(divided)
-        sides[history.side].append(made)
-        places[history.side].append(leaves)
-    layout = trained_at(whole, [leaf for leaves in places["runs"] for leaf in leaves])
-    counts = tuple([jax.ShapeDtypeStruct((), np.dtype("int32")) for _ in divisions])
-    roles = Roles(layout, tuple(places["runs"]), tuple(places["held"]), tuple(divisions))
-    still: Any = specs.get(f"{start}still", ())
-    if still and isinstance(state.still, tuple):
-        still = jax.ShapeDtypeStruct(*still[:2])
-    elif still:
-        still = state.still
-    return dataclasses.replace(
-        state,
-        runs=tuple(sides["runs"]),
-        held=tuple(sides["held"]),
-        counts=counts,
-        roles=roles,
-        still=still,
-    )
+    each = zip((*roles.running, *roles.held), (*state.runs, *state.held), roles.divisions, strict=True)
+    histories = [History(trained_at(state.layout, at), run, division) for at, run, division in each]
+    shown = max(histories, key=lambda history: len(history.layout.slots), default=None)
+    if shown is None or is_whole:
+        ours, theirs = (first_few([path for path, *_ in words["slots"]]) for words in (here, there))
+        raise ValueError(
+            f"{file.source.name} does not fit the tree: the state at {path!r} has other histories there, and is not "
+            f"kept leaf by leaf, so it fits only the parameters that it was made for: {theirs} in the {file.noun}, "
+            f"{ours or 'none'} in the tree; begin with tx.init(model)"
+        )
+    whole, start = _tied(state, there), f"{path}." if path else ""
+    sides: dict[str, list[History]] = {"runs": [], "held": []}
+    for number, said in enumerate(histories_in(there)):
+        below = [name for name in specs if is_below(name, start + said.path)]
+        its = {split_name(name[len(start) :])[2:]: specs[name] for name in below}
+        owners = dict(zip(its, division_in(there, number, its).owners, strict=True))
+        layout = trained_at(whole, [structure.index[path] for path in said.parameters])
+        count = jax.ShapeDtypeStruct((), np.dtype("int32"))
+        sides[said.side].append(dataclasses.replace(like_history(shown, layout, its, owners), count=count))
+    layout = trained_at(whole, [leaf for each in sides["runs"] for leaf in index_of(each.layout).positions])
+    still = specs.get(f"{start}still")
+    shape = () if still is None else jax.ShapeDtypeStruct(*still[:2])
+    has_counts = still is not None and not isinstance(state.still, tuple)
+    return state_of(layout, sides["runs"], sides["held"], state.still if has_counts else shape)
 
 
 def _tied(state: TrainableState, words: Mapping[str, Any]) -> Layout:
@@ -113,152 +103,114 @@ def _tied(state: TrainableState, words: Mapping[str, Any]) -> Layout:
 
 
 def like_history(
-    run: PyTree,
-    division: Division,
-    layouts: tuple[Layout, Layout],
-    stored: Stored,
-    owners: Mapping[Entries, Owners | None],
-) -> tuple[PyTree, Division]:
-    """Returns a state of a rule for other parameters, with shapes for new arrays, and its division.
+    shown: History, layout: Layout, stored: Mapping[Entries, Any], owners: Mapping[Entries, Owners | None]
+) -> History:
+    """Returns a history of the same rule for other parameters, with shapes for new arrays.
 
     Args:
-        run: a state of the rule.
-        division: the owners of its arrays.
-        layouts: of its parameters, and of the others.
-        stored: the arrays that the result has.
+        shown: a history of the rule.
+        layout: the parameters of the result.
+        stored: its arrays, as shapes and dtypes.
         owners: the owners of each of these.
     """
-    shown = dict(zip(entries_of(run), division.owners, strict=True))
-    made = _History(*layouts, shown, stored, owners).like(run, ())
-    return made, Division(tuple(map(owners.get, entries_of(made))))
+    made = _Like(shown, layout, stored, owners).node(shown.state, ())
+    return History(layout, made, Division(tuple(map(owners.get, entries_of(made)))))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _History:
-    """A history, and a state of its rule for other parameters.
+class _Like:
+    """Makes the nodes of a state for other parameters, like those of a state that is shown."""
 
-    Attributes:
-        before, after: the parameters of that state, and of the history.
-        shown: the owners of each array of that state.
-        stored: the arrays of the history.
-        owners: the owners of each of these.
-    """
+    def __init__(
+        self, shown: History, layout: Layout, stored: Mapping[Entries, Any], owners: Mapping[Entries, Owners | None]
+    ) -> None:
+        self._before, self._after = shown.layout, layout
+        self._shown, self._stored, self._owners = dict(shown.copies.owned()), stored, owners
+        self._nodes = {entries[:end] for entries in stored for end in range(len(entries) + 1)}
+        known = [each for each in (*self._shown.values(), *owners.values()) if each is not None]
+        self._joined = {each.place[0] for each in known if each.axis is not None}
+        self._trees = {each.place[0] for each in known} - self._joined
+        self._keys, self._known_keys = _keys_in(owners), _keys_in(self._shown)
+        owned = {path for each in owners.values() if each for path in each.paths}
+        self._alone = {(quote(slot.key),) for slot in layout.slots if slot.path not in owned}
 
-    before: Layout
-    after: Layout
-    shown: Mapping[Entries, Owners | None]
-    stored: Stored
-    owners: Mapping[Entries, Owners | None]
-
-    @functools.cached_property
-    def _nodes(self) -> set[Entries]:
-        """The nodes that have arrays in the file."""
-        return {entries[:end] for entries in self.stored for end in range(len(entries) + 1)}
-
-    @functools.cached_property
-    def _copies(self) -> tuple[set[Entries], set[Entries]]:
-        """The nodes that are copies of the canonical tree, and those in which arrays are joined."""
-        known = {each for each in (*self.shown.values(), *self.owners.values()) if each is not None}
-        joined = {each.place[0] for each in known if each.axis is not None}
-        return {each.place[0] for each in known} - joined, joined
-
-    @functools.cached_property
-    def _keys(self) -> set[Entries]:
-        """The keys of the joined arrays of the history, such as a group and a shape."""
-        return _keys_in(self.owners)
-
-    @functools.cached_property
-    def _keys_of_others(self) -> set[Entries]:
-        """Those of the state."""
-        return _keys_in(self.shown)
-
-    @functools.cached_property
-    def _alone(self) -> set[str]:
-        owned = {path for owners in self.owners.values() if owners for path in owners.paths}
-        return {quote(slot.key) for slot in self.after.slots if slot.path not in owned}
-
-    def _is_alone(self, key: Entries) -> bool:
-        """Returns whether a stack is one of parameters for which the rule keeps nothing."""
-        return key[-1] in self._alone and key not in self._keys_of_others
-
-    def like(self, node: PyTree, at: Entries) -> PyTree:
-        """Returns the node of the history at some entries, like the one of the state; new arrays are shapes."""
-        trees, joined = self._copies
-        if at in trees:
-            return self._tree(node, at)
-        if at in joined:
-            return self._joined(node, at)
+    def node(self, node: PyTree, at: Entries) -> PyTree:
+        """Returns the node at some entries; new arrays are shapes."""
+        if at in self._trees:  # a copy of the canonical tree
+            before, after = tree_of(self._before), tree_of(self._after)
+            there = dict(zip(before.entries, before.treedef.flatten_up_to(node), strict=True))
+            return after.treedef.unflatten([self._one(there, entries, at) for entries in after.entries])
+        if at in self._joined:
+            return self._arrays(node, at)
         pairs, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
         if not treedef.num_leaves or pairs[0][0] == ():
             return self._array(node, at)
-        made = treedef.unflatten([self.like(child, (*at, *key_entries(keys))) for keys, child in pairs])
+        made = treedef.unflatten([self.node(child, (*at, *key_entries(keys))) for keys, child in pairs])
         return dataclasses.replace(made, groups=self._groups(made, at)) if isinstance(made, GroupsState) else made
 
     def _groups(self, node: GroupsState, at: Entries) -> tuple[Group, ...]:
-        """Returns the groups of a node, each with the parameters or the stacks of the history that its rule sees."""
+        """Returns the groups of a node, each with the parameters or the stacks that its rule sees."""
         found = list[Group]()
-        for group in node.groups:
-            head = *at, "inner_states", quote(group.name)
-            its = {
-                entries: each for entries, each in self.owners.items() if each and each.place[0][: len(head)] == head
-            }
-            stacks = {join_path(key) for key in _keys_in(its)}
-            stacks |= {path for path in group.paths if self._is_alone(split_path(path))}
-            own = stacks.union(group.paths, *(each.paths for each in its.values()))
-            paths = sorted(stacks) if self._keys_of_others else self.after.paths
-            found.append(Group(group.name, tuple(filter(own.__contains__, paths))))
+        for name, known in node.groups:
+            head = *at, "inner_states", quote(name)
+            its = {entries: own for entries, own in self._owners.items() if own and own.place[0][: len(head)] == head}
+            paths = {*known}.union(*(own.paths for own in its.values())).intersection(self._after.paths)
+            if self._known_keys:
+                paths = {join_path(key) for key in _keys_in(its)}
+                paths |= {path for path in known if self._is_alone(split_path(path))}
+            found.append(Group(name, tuple(sorted(paths, key=self._order))))
         return tuple(found)
 
-    def _tree(self, node: PyTree, at: Entries) -> PyTree:
-        """Returns a copy of the canonical tree of the history's parameters."""
-        before, after = tree_of(self.before), tree_of(self.after)
-        there = dict(zip(before.entries, before.treedef.flatten_up_to(node), strict=True))
-        return after.treedef.unflatten([self._like_one(there, entries, at) for entries in after.entries])
+    def _order(self, path: str) -> Any:
+        return path if self._known_keys else self._after.paths.index(path)
 
-    def _joined(self, node: PyTree, at: Entries, below: Entries = ()) -> PyTree:
-        """Returns the joined arrays with these keys: one vector, or dictionaries of vectors or stacks."""
+    def _is_alone(self, key: Entries) -> bool:
+        """Returns whether a stack is one of parameters for which the rule keeps nothing."""
+        return key[-1:] in self._alone and key not in self._known_keys
+
+    def _arrays(self, node: PyTree, at: Entries) -> PyTree:
+        """Returns joined arrays: one vector, or vectors or stacks by key, in a dictionary for each group."""
         if () in self._keys:
             return self._array(next(iter(jax.tree.leaves(node)), node), at)
-        there = {quote(key): child for key, child in node.items()} if isinstance(node, dict) else {}
-        has_groups = any(len(key) > len(below) + 1 for key in self._keys_of_others)
-        first = {key[len(below)] for key in self._keys if key[: len(below)] == below}
-        made = dict[str, Any]()
-        for key in sorted(first | there.keys()):
-            child = there.get(key)
-            if has_groups and (key in first or type(child) is dict):
-                made[unquote(key)] = self._joined(child, (*at, key), (*below, key))
-            elif key in first:
-                made[unquote(key)] = self._like_one(there, (key,), at)
-            elif not jax.tree.leaves(child) and self._is_alone((*below, key)):
-                made[unquote(key)] = child
-        return type(node)(made) if isinstance(node, dict) else made
+        groups, made = {}, dict[str, Any]()
+        if isinstance(node, dict):
+            has_groups = any(len(key) > 1 for key in self._known_keys)
+            groups = {(quote(name),): child for name, child in node.items()} if has_groups else {(): node}
+            made = {name: {} for name in node} if has_groups else {}
+        there = {(*head, quote(key)): child for head, its in groups.items() for key, child in its.items()}
+        rest = [key for key, child in there.items() if not jax.tree.leaves(child) and self._is_alone(key)]
+        for key in (*self._keys, *rest):
+            *head, last = map(unquote, key)
+            its = made.setdefault(head[0], {}) if head else made
+            its[last] = self._one(there, key, at)
+        return made
 
-    def _like_one(self, there: Mapping[Any, PyTree], key: Any, at: Entries) -> PyTree:
+    def _one(self, there: Mapping[Entries, PyTree], key: Entries, at: Entries) -> PyTree:
         """Returns the node below a key, like that of the state or like one beside it."""
-        known = {each if isinstance(each, tuple) else (each,): node for each, node in there.items()}
-        is_kept = (*at, *key) in self._nodes
-        others = [node for node in known.values() if bool(jax.tree.leaves(node)) is is_kept and node is not None]
-        # A rule of a part has a node without arrays for a parameter of another part.
-        nothing = optax.MaskedNode() if "inner_states" in at else None
-        node = known[key] if known.get(key) is not None else next(iter(others), None if is_kept else nothing)
-        return self.like(node, (*at, *key)) if is_kept else node
+        is_kept, node = (*at, *key) in self._nodes, there.get(key)
+        if node is None:
+            others = (each for each in there.values() if each is not None and bool(jax.tree.leaves(each)) is is_kept)
+            # A rule of a part has a node without arrays for a parameter of another part.
+            nothing = optax.MaskedNode() if "inner_states" in at and not is_kept else None
+            node = next(others, nothing)
+        return self.node(node, (*at, *key)) if is_kept else node
 
     def _array(self, leaf: Any, at: Entries) -> Any:
         """Returns an array of the state if that of the file is like it; nothing if it is of other parameters."""
-        spec, owners, shown = self.stored.get(at), self.owners.get(at), self.shown.get(at)
+        spec, owners, shown = self._stored.get(at), self._owners.get(at), self._shown.get(at)
         if spec is None:
-            is_ours = shown is None or not set(shown.paths).isdisjoint(self.after.paths)
+            is_ours = shown is None or not set(shown.paths).isdisjoint(self._after.paths)
             return leaf if is_ours or not is_array(leaf) else None
-        shape, dtype = spec.shape, spec.dtype
+        shape, dtype = tuple(spec.shape), spec.dtype
         if shown is not None and owners is not None and is_array(leaf):
             # A rule that keeps other arrays is an error later: so only what the parameters change follows the file.
-            shape = list(leaf.shape)
+            whole = [*leaf.shape]
             if owners.axis is not None:
-                shape[owners.axis : owners.axis + 1] = spec.shape[owners.axis : owners.axis + 1]
+                whole[owners.axis : owners.axis + 1] = shape[owners.axis : owners.axis + 1]
+            shape = tuple(whole)
             dtype = spec.dtype if is_inexact(leaf.dtype) and is_inexact(spec.dtype) else leaf.dtype
-        if is_array(leaf) and (leaf.shape, leaf.dtype) == (tuple(shape), dtype):
+        if is_array(leaf) and (leaf.shape, leaf.dtype) == (shape, dtype):
             return leaf
-        return np.empty(shape, dtype) if isinstance(leaf, np.ndarray) else jax.ShapeDtypeStruct(tuple(shape), dtype)
+        return np.empty(shape, dtype) if isinstance(leaf, np.ndarray) else jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _keys_in(owners: Mapping[Entries, Owners | None]) -> set[Entries]:
@@ -266,10 +218,7 @@ def _keys_in(owners: Mapping[Entries, Owners | None]) -> set[Entries]:
     return {entries[len(place[0]) : len(entries) - len(place[1])] for entries, place in pairs}
 
 
-# -- Words of two states -----------------------------------------------------------------------------------------------
-
-
-def form_of(words: Mapping[str, Any]) -> str:
+def _form_in_words(words: Mapping[str, Any]) -> str:
     """Returns the form of a state, as `optim.trainable` calls it."""
     # The key of a joined array tells: that of a stack has a shape, and a vector has none, or a dtype alone. Its pieces
     # do not, since a vector of scalars is cut into rows too.
@@ -282,8 +231,3 @@ def form_of(words: Mapping[str, Any]) -> str:
     if not keys:
         return "tree"
     return "stacks" if all(key and key[-1].endswith(']"') for key in keys) else "vector"
-
-
-def together(words: Mapping[str, Any]) -> tuple[dict[str, Spec], set[tuple[str, ...]]]:
-    """Returns the parameters of a state, and those of each history."""
-    return specs_in(words), {history.key for history in histories_in(words)}

@@ -1,6 +1,5 @@
 """save, load, metadata: writes a tree to one file, and reads it back into a tree like it."""
 
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from ..optim._state import ModelTransformation
 from ._contents import Contents, places_in_words
 from ._opaque import lost_arrays
 from ._resume import with_histories
-from ._unlike import unlike_joined, unlike_leaves, unlike_nodes, unlike_states, unlike_ties
+from ._unlike import unlike
 
 M = TypeVar("M")
 
@@ -214,7 +213,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
             "saving.plan(path, model)(path), which maps arrays by name"
         )
     with file.understood():
-        contents = Contents(with_histories(like, file.words["states"], file.specs))
+        contents = Contents(with_histories(like, file))
         leaves = fitted(contents, file)
     return filled(contents, leaves, file.words, file.arrays(file.specs, checksum))
 
@@ -227,13 +226,7 @@ def fitted(contents: Contents, file: File) -> dict[str, int]:
         if name in leaves and name not in file.specs:  # saved before there were counts of lost steps
             i = leaves.pop(name)
             contents.leaves[i] = placed(name, np.zeros(*contents.spec(i)[:2]), contents.leaves[i])
-    marks, paths = file.words.get("unkeyed"), contents.structure.paths
-    there = itertools.chain(file.specs, file.words["ties"], file.words["values"])
-    pairs = ((name, paths[leaves[name]] if name in leaves else name) for name in there)
-    wrong = list(dict.fromkeys(unlike_nodes(contents, marks, pairs, file.noun).values()))
-    wrong = wrong or list(unlike_states(contents, file))
-    wrong = wrong or [*unlike_leaves(contents, leaves, file), *unlike_ties(contents, leaves, file)]
-    wrong = wrong or list(unlike_joined(contents, file))
+    wrong = unlike(contents, leaves, file)
     if wrong:
         raise ValueError(f"{file.source.name} does not fit the tree:\n{first_lines(wrong, 20)}")
     known = contents.aliases

@@ -11,45 +11,58 @@ import numpy as np
 from .._files.arrays import array_spec
 from .._files.file import File
 from .._files.names import head_of, heads_of, split_name
-from .._files.values import from_words, histories_in, specs_in
-from .._slots.layout import index_of
+from .._files.values import from_words
 from .._tree.paths import join_path, nearest
-from .._tree.text import describe, first_few, quoted
+from .._tree.text import describe, quoted
 from ._contents import Contents, places_in_words
-from ._resume import form_of, together
 
 _ARRAYS_ALONE = "; saving.plan(path, tree)(path) loads only the arrays of the file, no numbers"
 
 
+def unlike(contents: Contents, leaves: Mapping[str, int], file: File) -> list[str]:
+    """Returns a sentence for each difference of a tree from a file, of the first kind of which there are any."""
+    paths = contents.structure.paths
+    there = itertools.chain(file.specs, file.words["ties"], file.words["values"])
+    pairs = ((name, paths[leaves[name]] if name in leaves else name) for name in there)
+    of_nodes = unlike_nodes(contents, file.words.get("unkeyed"), pairs, file.noun)
+    return (
+        list(dict.fromkeys(of_nodes.values()))
+        or list(_unlike_states(contents, file))
+        or [*unlike_leaves(contents, leaves, file), *_unlike_ties(contents, leaves, file)]
+        or list(_unlike_joined(contents, file))
+    )
+
+
 def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Yields a sentence for each array, number or text that is missing in the tree or the file, or differs."""
-    said = file.words["values"]
+    noun, said = file.noun, file.words["values"]
     there = dict.fromkeys([*file.specs, *file.words["ties"], *said])
     here = {name: i for name, i in leaves.items() if i in contents.names or i in contents.values}
     # Equal names, however many, are never those of another tree below a node, and none is missing.
     heads = heads_of(here, there) if here.keys() != there.keys() else []
     if heads:
         yield (
-            f"the {file.noun} has such a tree below {quoted(heads)}: load into a dictionary of all its trees, or load "
+            f"the {noun} has such a tree below {quoted(heads)}: load into a dictionary of all its trees, or load "
             f"one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
         )
         return
     for name in [name for name in here if name not in there]:
         hint = _ARRAYS_ALONE if here[name] in contents.values else ""
-        yield f"{name!r} is in the tree and not in the {file.noun}{nearest(name, there)}{hint}"
-    rest, others = [name for name in there if name not in leaves], dict[str, None]()
-    heads = set(map(head_of, leaves)) if rest else set[str]()
-    for name in rest:
-        if head_of(name) in heads:
-            hint = _ARRAYS_ALONE if name in said else ""
-            yield f"{name!r} is in the {file.noun} and not in the tree{nearest(name, here)}{hint}"
-        else:
-            others[head_of(name)] = None
+        yield f"{name!r} is in the tree and not in the {noun}{nearest(name, there)}{hint}"
+    rest = [name for name in there if name not in leaves]
+    others = dict.fromkeys(map(head_of, rest)).keys() - set(map(head_of, leaves)) if rest else set[str]()
+    for name in [name for name in rest if head_of(name) not in others]:
+        hint = _ARRAYS_ALONE if name in said else ""
+        yield f"{name!r} is in the {noun} and not in the tree{nearest(name, here)}{hint}"
     part = "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
-    hint = f"; to load a part of a file, such as 'model', write {part}" if file.noun == "file" else ""
-    for other in others:
-        yield f"the {file.noun} also has {other!r}, which the tree lacks{hint}"
-    yield from filter(None, [_unlike_leaf(contents, leaves[name], name, file) for name in there if name in leaves])
+    hint = f"; to load a part of a file, such as 'model', write {part}" if noun == "file" else ""
+    for other in sorted(others):
+        yield f"the {noun} also has {other!r}, which the tree lacks{hint}"
+    for name in [name for name in there if name in leaves]:
+        i, spec = leaves[name], file.specs.get(name)
+        is_same = spec is not None and spec == contents.structure.specs[i]
+        if not is_same or isinstance(contents.leaves[i], np.ndarray):
+            yield from filter(None, [_unlike_leaf(contents, i, name, file)])
 
 
 def unlike_nodes(
@@ -97,23 +110,29 @@ def _unlike_node(contents: Contents, there: Any, here: Any, at: tuple[str, str],
 
 def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | None:
     """Describes how a leaf of the tree differs from the file's entry of the same name; `None` if it does not."""
-    leaf, said = contents.leaves[i], file.words["values"].get(name)
+    leaf, said, hint = contents.leaves[i], file.words["values"].get(name), ""
     stored, transforms = file.words["ties"].get(name, (name, ""))
-    if said is not None:
-        if i not in contents.values and not _is_scalar_of_numpy(leaf, said):
-            hint = "; eqx.filter_eval_shape keeps Python's numbers" if i in contents.abstract else ""
-            return f"{name!r} is {_leaf_in_words(contents, i)} in the tree, {said[0]} in the {file.noun}{hint}"
-    elif i not in contents.names:
-        there = describe(file.specs[stored])
-        hint = "; write jnp.asarray(...) in the tree" if i in contents.values else ""
-        return f"{name!r} is {_leaf_in_words(contents, i)} in the tree, an array {there} in the {file.noun}{hint}"
-    elif not transforms:
+    if i in contents.names and said is None:
         here, there = contents.spec(i), file.specs[stored]
-        if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored) and here == there:
-            return f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the {file.noun}"
+        if transforms:
+            return None
         if here != there:
-            return f"{name!r} is {describe(here)} in the tree, {describe(there)} in the {file.noun}"
-    return None
+            ours, theirs = describe(here), describe(there)
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored):
+            ours, theirs = f"{leaf.dtype} of NumPy", str(file.dtype(stored))
+        else:
+            return None
+    elif said is not None and (i in contents.values or _is_scalar_of_numpy(leaf, said)):
+        return None
+    else:
+        theirs = said[0] if said is not None else f"an array {describe(file.specs[stored])}"
+        ours = contents.values[i][0] if i in contents.values else str(contents.structure.values[i])
+        if said is None and i in contents.values:
+            hint = "; write jnp.asarray(...) in the tree"
+        elif i in contents.names:
+            ours = f"an array {describe(contents.spec(i))}"
+            hint = "; eqx.filter_eval_shape keeps Python's numbers" if i in contents.abstract else ""
+    return f"{name!r} is {ours} in the tree, {theirs} in the {file.noun}{hint}"
 
 
 def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
@@ -124,33 +143,26 @@ def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
     return array_spec(leaf) == array_spec(value)
 
 
-def _leaf_in_words(contents: Contents, i: int) -> str:
-    """Describes a leaf that differs from the file: an array by its spec, a number by its type."""
-    if i in contents.names:
-        return f"an array {describe(contents.spec(i))}"
-    said = contents.values.get(i)
-    return said[0] if said is not None else f"{contents.structure.values[i]}"
-
-
-def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
+def _unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Yields a sentence for each tie of trained parameters that only the tree or only the file has."""
-    first = contents.structure.first
+    aliases, first = contents.aliases, contents.structure.first
     if not file.words["ties"] and not [i for i in contents.names if first[i] != i]:
         return
-    aliases, apart = contents.aliases, contents.in_states | contents.frozen
+    apart = contents.in_states | contents.frozen
     names = {i: name for name, i in leaves.items() if contents.structure.is_parameter(i) and i not in apart}
-    roots = {i: aliases[i].source if i in aliases else i for i in names}
     for alias, (source, transforms) in file.words["ties"].items():
         here, there = leaves.get(alias), leaves.get(source)
-        if here is None or there is None or not (transforms or {here, there} <= names.keys()):
+        if here is None or there is None:
             continue
-        if transforms:
-            if here not in aliases or (aliases[here].source, str(aliases[here])) != (there, transforms):
-                yield (
-                    f"{alias!r} is {transforms} of {source!r} in the {file.noun}, but the tree declares no such tie:"
-                    f" declare it, tp.field(tied_to=..., transform={transforms})"
-                )
-        elif roots[here] != roots[there] and not {here, there} & contents.abstract:
+        own = aliases.get(here)
+        if transforms and (own is None or (own.source, str(own)) != (there, transforms)):
+            yield (
+                f"{alias!r} is {transforms} of {source!r} in the {file.noun}, but the tree declares no such tie: "
+                f"declare it, tp.field(tied_to=..., transform={transforms})"
+            )
+        pair = {here, there}
+        is_apart = len({aliases[i].source if i in aliases else i for i in pair}) > 1
+        if not transforms and pair <= names.keys() and is_apart and not pair & contents.abstract:
             call = f"tp.tie(model, {alias!r}, to={source!r})"
             yield f"{alias!r} and {source!r} are one array in the {file.noun} only: {call}"
     for i, name in names.items():
@@ -159,81 +171,48 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
             yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
 
 
-def unlike_states(contents: Contents, file: File) -> Iterator[str]:
-    """Yields a sentence for each state of another kind, form or rule, with the calls that make one that fits."""
-    for path, state in contents.states.items():
-        here, there = contents.states_in_words[path], file.words["states"].get(path)
-        if there is None:
-            yield from _unlike_optax(path, here, file)
-            continue
-        form, other = form_of(here), form_of(there)
-        if form != other:
-            names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
+def _unlike_states(contents: Contents, file: File) -> Iterator[str]:
+    """Yields a sentence for each state of plain Optax: arrays of the parameters, below other names than ours."""
+    for path, words in contents.states_in_words.items():
+        is_ours = path in file.words["states"] or (not path and file.words["states"])
+        start, ends = f"{path}." if path else "", tuple([f".{name}" for name, *_ in words["slots"]])
+        if not is_ours and any(name.startswith(start) and name.endswith(ends) for name in file.specs):
             yield (
-                f"the state at {path!r} has the form {other!r} in the {file.noun}, {form!r} in the tree. A plan "
-                f"converts it:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
-            )
-            continue
-        structure = index_of(state.layout).structure
-        known = dict(zip(structure.paths, structure.specs, strict=True))
-        is_whole = any(each["problem"] for each in here["divisions"] + there["divisions"])
-        # Of parameters that the tree lacks the arrays tell.
-        if together(here) != together(there) and (is_whole or specs_in(there).items() <= known.items()):
-            there, here = (first_few([path for path, *_ in words["slots"]]) for words in (there, here))
-            yield (
-                f"the state at {path!r} has other histories in the {file.noun} than in the tree, and is not kept leaf "
-                f"by leaf, so it fits only the parameters that it was made for: {there} in the {file.noun}, {here} in "
-                "the tree; begin with tx.init(model)"
+                f"the state at {path!r} is one of plain Optax in the {file.noun}, of optim.trainable in the tree: "
+                "load it into a state of plain Optax, and write state = optim.from_optax(tx, state, model)"
             )
 
 
-def _unlike_optax(path: str, words: Mapping[str, Any], file: File) -> Iterator[str]:
-    """Yields a sentence if a file has a state of plain Optax at a path: arrays of the parameters, below other names."""
-    start = f"{path}." if path else ""
-    names = [name[len(start) :] for name in file.specs if name.startswith(start)]
-    is_ours = file.words["states"] if not path else any(name.startswith(("runs.", "held.")) for name in names)
-    ends = tuple([f".{name}" for name, *_ in words["slots"]])
-    if not is_ours and any(name.endswith(ends) for name in names):
-        yield (
-            f"the state at {path!r} is one of plain Optax in the {file.noun}, of optim.trainable in the tree: "
-            "load it into a state of plain Optax, and write state = optim.from_optax(tx, state, model)"
-        )
-
-
-def unlike_joined(contents: Contents, file: File) -> Iterator[str]:
+def _unlike_joined(contents: Contents, file: File) -> Iterator[str]:
     """Yields a sentence if joined arrays hold other parameters than in the file, or in another order.
 
     Their lengths may still be equal.
     """
+    pairs = list[tuple[str, Mapping[Any, Any], Mapping[Any, Any]]]()
     for path, restructure in contents.ways_back.items():
         here, there = places_in_words(restructure), file.words["restructures"].get(path)
-        for name in here if there is None else here | there:
-            ours, theirs = (_location(each, name) for each in (here, there or here))
-            if ours != theirs:
-                yield f"in the form that {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
-                break
+        pairs.append((f"the form that {path!r} opens", here, here if there is None else there))
     for path, words in contents.states_in_words.items():
-        here, there = (_pieces_in(each) for each in (words, file.words["states"].get(path)))
-        for at, pieces in here.items():
-            pairs = itertools.zip_longest(pieces, there.get(at, pieces), fillvalue="none")
-            ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-            if ours != theirs:
-                yield f"in the state at {path!r}, {at[-1]!r} holds {ours} in the tree, {theirs} in the {file.noun}"
-                break
+        here, there = _pieces_in(words), _pieces_in(file.words["states"].get(path, words))
+        pairs.append((f"the state at {path!r}", here, there))
+    for where, here, there in pairs:
+        name = next((name for name in (*here, *there) if here.get(name) != there.get(name)), None)
+        if name is not None:
+            ours, theirs = (_located(each.get(name)) for each in (here, there))
+            yield f"in {where}, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
 
 
-def _location(locations: Mapping[str, Any], name: str) -> str:
-    location, shape = locations.get(name, ("nothing", []))
-    return f"{location} of shape {tuple(shape)}"
+def _located(said: Any) -> str:
+    """Returns where a parameter is in joined arrays."""
+    return "nothing" if said is None else f"{said[0]} of shape {tuple(said[1])}"
 
 
-def _pieces_in(words: Mapping[str, Any] | None) -> dict[tuple[str, ...], list[str]]:
-    """Returns the parameters in each array of a state, in order, by history and name."""
-    if words is None:
-        return {}
-    pieces = [f"{path!r} of shape {tuple(shape)}" for path, _, shape, _ in words["slots"]]
-    return {
-        (*history.key, name): [pieces[slot] for slot in said["blocks"][block][0]]
-        for history, said in zip(histories_in(words), words["divisions"], strict=True)
-        for name, (block, *_) in said["owners"].items()
-    }
+def _pieces_in(words: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the place of each parameter in the joined arrays of a state, and its shape."""
+    found = dict[str, tuple[Any, Any]]()
+    for said in words["divisions"]:
+        for name, (block, *_) in said["owners"].items():
+            for number, slot in enumerate(said["blocks"][block][0]):
+                path, _, shape, _ = words["slots"][slot]
+                found[f"{path} at {name}"] = number, shape
+    return found

@@ -280,8 +280,7 @@ class Step:
         if source == to:
             return params, state
         make = lambda params: (params, *self._update.start(params))
-        shapes = {slot.path: slot.shape for slot in self._placement.layout.slots}
-        copies = lambda form, tree: Copies(shapes, entries_of(tree), divide(make, form, tree))
+        copies = lambda form, tree: Copies(entries_of(tree), divide(make, form, tree))
         tree, like = (params, state.rule, state.average), jax.eval_shape(make, to.shapes())
         whole = jax.tree.map(lambda leaf: put_leaf(leaf, self._placement.whole, is_own=True), tree)
         made = regroup([copies(source, whole)], copies(to, like))
