@@ -111,9 +111,7 @@ def stack(
     Returns:
         `{key: array}`, or `{group: {key: array}}`, and the `Restructure`. For each shape and dtype among the slots,
         such as `"float32[4,4]"`, there is one array of shape `(k, *shape)` and that dtype in a new buffer. It has one
-        row per slot, in tree order, so a tied parameter has one row. The dictionary is a special pytree type, from
-        which `optim.per_leaf` knows that rows are leaves. `jax.tree.map` and `stacks | {key: array}` keep the type; a
-        dictionary that you build from the items is a tree of plain arrays. If nothing is trained, the result is `{}`.
+        row per slot, in tree order, so a tied parameter has one row. If nothing is trained, the result is `{}`.
 
     Raises:
         ValueError: a group selects nothing, or only parameters that earlier groups selected, or only one of several

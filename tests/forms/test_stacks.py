@@ -209,26 +209,6 @@ def test_a_model_whose_keys_read_like_stacks_is_a_model():
     assert_close(tx.update(tp.copy(model), tx.init(model), model)[0], want)
 
 
-def test_keys_that_only_look_like_those_of_stacks_are_fine():
-    odd = [
-        "a",
-        "O",
-        "(,)f",
-        "f4[3]",
-        "float",
-        "float32",
-        "float32[3]",
-        "float32[2,3]",
-        "int32[3]",
-        "float32[03]",
-        "[3]",
-    ]
-    model = {key: ramp(3) for key in odd} | {"f[3]": ramp(2, 3), "f32[3]": ramp(2, 3), "int8[3]": ramp(2, 3)}
-    stacks, restructure = tp.stack(model)
-    assert_same(restructure(stacks), model)
-    assert {key: len(array) for key, array in stacks.items()} == {"float32[3]": len(odd), "float32[2,3]": 3}
-
-
 # -- Groups ------------------------------------------------------------------------------------------------------------
 
 

@@ -164,16 +164,11 @@ SLIPS = {
         lambda t: t.plan.model(t.params, t.params),
         "expected the state.*got MLP. Write .* plan.model.params, state",
     ),
-    "an axis that cannot be divided": (
-        lambda t: sharding.plan(eqx.nn.MLP(7, 7, 7, 1, key=jax.random.key(0)), mesh_of(), SPLIT),
-        'none of its axes is a multiple of 4; write "whole"',
-    ),
     "a word that is no rule": (
         lambda t: sharding.plan(NET, mesh_of(), {"**": "splitt"}),
         '"split", "owned".*\'splitt\'',
     ),
     "no mesh": (lambda t: sharding.plan(NET, 4, SPLIT), "expected a mesh, such as jax.make_mesh.*got int"),
-    "a form that is none": (lambda t: sharding.plan(NET, mesh_of(), SPLIT, form="flat"), "form must be.*got 'flat'"),
     "an option that is none": (
         lambda t: sharding.make_step(of_net, ADAM, t.plan, loss_is="mean"),
         "sharding.make_step has no argument 'loss_is'.*has_aux=..., has_state=...",

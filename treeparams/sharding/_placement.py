@@ -34,11 +34,9 @@ from ._specs import (
     Rule,
     Rules,
     axes_named,
-    check_rules,
     group_of,
     join_over,
     matches,
-    places_of,
     put_leaf,
     spec_of,
 )
@@ -104,7 +102,7 @@ class _Frozen:
         # No update reads a frozen row, so no device need own it: it is split if it can be.
         rows = 0 if name == "stacks" else None
         asked = [(_who(slot), rules[leaf], slot.shape, rows) for leaf, slot in zip(apart, slots, strict=True)]
-        places = places_of(asked, axes, name)
+        places = axes.places(asked, name)
         self.rows = list(zip(slots, places, strict=True))
         found = {leaf: place.spec for leaf, place in zip(apart, places, strict=True)}
         self._specs = {paths[leaf]: found[leaf if leaf in found else index.sources[leaf]] for leaf in leaves}
@@ -170,7 +168,7 @@ def _in_blocks(name: str, layout: Layout, matched: Sequence[Matched], axes: Axes
         is_one = block.length is None
         who = _who(layout.slots[members[0]]) if is_one else f"the {name} ({describe(block)})"
         asked.append((who, (matched[members[0]][0] if members else "**", rule), block.shape, None))
-    places = places_of(asked, axes, name)
+    places = axes.places(asked, name)
     slots = {slot: place for place, members in zip(places, form.members, strict=True) for slot in members}
     specs = [place.spec for place in places]
     return _Laid(form, specs, [slots[i] for i in range(len(rules))], (form, specs))
@@ -197,7 +195,7 @@ def _in_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     owned = collections.Counter(key for key, (_, rule) in zip(keys, matched, strict=True) if rule == "owned")
     pairs = zip(layout.slots, matched, strict=True)
     asked = [(_who(slot), rule, slot.shape, owned[slot.key]) for slot, rule in pairs]
-    places = places_of(asked, axes, "stacks")
+    places = axes.places(asked, "stacks")
     # One array lies in one way. So rows of one shape are one stack if they rest alike, whichever rules say so, and on
     # one device all do.
     of_key: dict[str, dict[str, list[int]]] = {}
@@ -229,7 +227,7 @@ class Placement:
         if name not in (*MAKERS, "stacks"):
             *others, last = map('"{}"'.format, dict.fromkeys(["tree", "vector", "stacks", *MAKERS]))
             raise ValueError(f"form must be {', '.join(others)} or {last}, got {name!r}")
-        check_rules(rules, axes)
+        axes.check(rules)
         index = index_of(layout)
         by_leaf = matches(index, rules, frozen_sources(index))
         self.layout = layout

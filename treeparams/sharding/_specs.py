@@ -26,6 +26,11 @@ AxisNames = str | Sequence[str] | None
 _WORDS = ("split", "owned", "whole")
 
 
+Asked = tuple[str, Matched, tuple[int, ...], int | None]
+"""What an error calls an array that is to lie by a rule; the rule; its shape, or that of the row of a stack; and how
+many rows of its shape devices are to own (`None` if it is no row of a stack)."""
+
+
 class Axes(NamedTuple):
     """The axes of a mesh, which of them parameters are split over, and which the batch is split over."""
 
@@ -51,6 +56,27 @@ class Axes(NamedTuple):
         """Returns the spec of an array while a loss reads it: whole along the batch, and else as it is."""
         kept = [None if {*_axes_in(entry)} & {*self.batch} else entry for entry in spec]
         return spec_of(kept)
+
+    def check(self, rules: Rules) -> None:
+        """Checks rules without regard to the parameters that they select."""
+        if not isinstance(rules, Mapping):
+            raise TypeError(f'rules must be {{where: rule}}, such as {{"**": "split"}}, got {describe(rules)}')
+        for where, rule in rules.items():
+            if rule not in _WORDS if isinstance(rule, str) else not isinstance(rule, PartitionSpec):
+                raise ValueError(
+                    f'{name_of(where)}: a rule is "split", "owned", "whole" or a PartitionSpec, got {rule!r}'
+                )
+            if isinstance(rule, PartitionSpec) and (problem := next(_problems(rule, self), "")):
+                raise ValueError(f"{name_of(where)}, {_axes_as_text(rule)}: {problem}")
+
+    def places(self, asked: Sequence[Asked], name: str) -> "list[Place]":
+        """Returns the place of each array in a form of this name; raises an error that lists those that do not fit."""
+        found = [_place(shape, rule, self, rows, name) for _, (_, rule), shape, rows in asked]
+        pairs = zip(asked, found, strict=True)
+        wrong = [f"{who}, by {name_of(where)}: {problem}" for (who, (where, _), *_), (problem, _) in pairs if problem]
+        if wrong:
+            raise ValueError(f"some parameters do not fit their rules:\n{first_lines(dict.fromkeys(wrong))}")
+        return [place for _, place in found]
 
 
 class Place(NamedTuple):
@@ -136,17 +162,6 @@ def axes_named(spec: Rule) -> tuple[str, ...]:
     return () if isinstance(spec, str) else tuple([name for entry in spec for name in _axes_in(entry)])
 
 
-def check_rules(rules: Rules, axes: Axes) -> None:
-    """Checks rules without regard to the parameters that they select."""
-    if not isinstance(rules, Mapping):
-        raise TypeError(f'rules must be a dictionary {{where: rule}}, such as {{"**": "split"}}, got {describe(rules)}')
-    for where, rule in rules.items():
-        if rule not in _WORDS if isinstance(rule, str) else not isinstance(rule, PartitionSpec):
-            raise ValueError(f'{name_of(where)}: expected "split", "owned", "whole" or a PartitionSpec, got {rule!r}')
-        if isinstance(rule, PartitionSpec) and (problem := next(_problems(rule, axes), "")):
-            raise ValueError(f"{name_of(where)}, {_axes_as_text(rule)}: {problem}")
-
-
 def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
     """Yields the problems of a spec over these axes, whichever arrays it is for."""
     if any(not isinstance(name, str) for entry in spec if entry is not None for name in _sequence(entry)):
@@ -179,21 +194,6 @@ def matches(index: Index, rules: Rules, frozen: frozenset[int]) -> dict[int, Mat
             '{..., "**": "split"}, or "whole" if they are small'
         )
     return {leaf: items[number] for leaf, number in found.items()}
-
-
-Asked = tuple[str, Matched, tuple[int, ...], int | None]
-"""What an error calls an array that is to lie by a rule; the rule; its shape, or that of the row of a stack; and how
-many rows of its shape devices are to own (`None` if it is no row of a stack)."""
-
-
-def places_of(asked: Sequence[Asked], axes: Axes, name: str) -> list[Place]:
-    """Returns the place of each array in a form of this name; raises an error that lists those that do not fit."""
-    found = [_place(shape, rule, axes, rows, name) for _, (_, rule), shape, rows in asked]
-    pairs = zip(asked, found, strict=True)
-    wrong = [f"{who}, by {name_of(where)}: {problem}" for (who, (where, _), *_), (problem, _) in pairs if problem]
-    if wrong:
-        raise ValueError(f"some parameters do not fit their rules:\n{first_lines(dict.fromkeys(wrong))}")
-    return [place for _, place in found]
 
 
 def _place(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, Place]:
