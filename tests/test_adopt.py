@@ -1,4 +1,4 @@
-"""The ported programs of the page "Adopt it in a program you have" against the same steps written by hand."""
+"""The ported programs of the pages "Adopt it ..." against the same steps written by hand."""
 
 import pathlib
 import types
@@ -15,17 +15,31 @@ from flax.training.train_state import TrainState
 
 from .blocks import run
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "pages" / "how-to" / "adopt.md"
+PAGES = pathlib.Path(__file__).parent.parent / "docs" / "pages" / "how-to"
 pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.timeout(300)]  # a page is a whole program
+
+
+def names_of(page):
+    """The names that the code of a page makes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        namespace, blocks = run(PAGES / page)
+    assert any(block.shown for block in blocks)
+    return types.SimpleNamespace(**namespace)
 
 
 @pytest.fixture(scope="module")
 def page():
-    """The names that the code of the page makes."""
-    with jax.numpy_dtype_promotion("standard"):
-        namespace, blocks = run(PAGE)
-    assert any(block.shown for block in blocks)
-    return types.SimpleNamespace(**namespace)
+    return names_of("adopt.md")
+
+
+@pytest.fixture(scope="module")
+def flax_page():
+    return names_of("adopt-flax.md")
+
+
+@pytest.fixture(scope="module")
+def more():
+    return names_of("adopt-more.md")
 
 
 def assert_same(ported, by_hand):
@@ -133,7 +147,8 @@ def test_the_neural_sde_of_diffrax(page):
     assert jnp.abs(weight).max() == 1 / 4 < jnp.abs(page.pair["discriminator"].initial.layers[0].weight).max()
 
 
-def test_the_decay_mask_and_the_clip_of_gpt_jax(page):
+def test_the_decay_mask_and_the_clip_of_gpt_jax(flax_page):
+    page = flax_page
     names = flax.traverse_util.flatten_dict(page.params)
     decays = {path: path[-1] not in {"bias", "embedding", "scale"} for path in names}
     decays = flax.traverse_util.unflatten_dict(decays)
@@ -164,7 +179,9 @@ def test_fit_to_data_of_flowjax(page):
     assert jnp.all(fitted.shift != page.flow.shift)
 
 
-def test_td3_and_dqn_of_cleanrl(page):
+def test_td3_and_dqn_of_cleanrl(flax_page):
+    page = flax_page
+
     class State(TrainState):
         target_params: dict
 
@@ -205,7 +222,8 @@ def test_td3_and_dqn_of_cleanrl(page):
     assert_close(page.at_once, page.agent)
 
 
-def test_the_clip_and_adam_of_purejaxrl(page):
+def test_the_clip_and_adam_of_purejaxrl(flax_page):
+    page = flax_page
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(page.rate, eps=1e-5))
 
     def train(params):
@@ -249,7 +267,9 @@ def test_the_maml_of_jax(page):
     assert_close([(layer.weight, layer.bias) for layer in page.learned.layers], optax.apply_updates(params, updates))
 
 
-def test_the_tied_embedding_of_midgpt_and_kira(page):
+def test_the_tied_embedding_of_midgpt_and_kira(flax_page):
+    page = flax_page
+
     def trained(logits, params):
         """Three steps on the parameters of a model that is called as `logits(params, tokens)`."""
 
@@ -276,7 +296,8 @@ def test_the_tied_embedding_of_midgpt_and_kira(page):
     assert jnp.all(wte.weight != page.start.wte.weight)
 
 
-def test_the_train_state_of_flax_that_stays(page):
+def test_the_train_state_of_flax_that_stays(flax_page):
+    page = flax_page
     embedding = page.params["params"]["wte"]
     frozen = lambda params: {"params": params["params"] | {"wte": jax.lax.stop_gradient(params["params"]["wte"])}}
     with_embedding = lambda params: {"params": params["params"] | {"wte": embedding}}
@@ -293,3 +314,127 @@ def test_the_train_state_of_flax_that_stays(page):
         run = run.replace(params=with_embedding(run.params))
     assert_same(page.classifier.params, run.params)
     assert jnp.all(run.params["params"]["c_fc"]["kernel"] != page.params["params"]["c_fc"]["kernel"])
+
+
+def test_the_solutions_of_evosax(more):
+    """Three strategies over vectors, each over those of `ravel_pytree` and of the port."""
+
+    def get_ravel_fn(solution):  # evosax's
+        def ravel_solution(solution):
+            return jax.flatten_util.ravel_pytree(solution)[0]
+
+        return ravel_solution, jax.flatten_util.ravel_pytree(solution)[1]
+
+    def open_es(mean, noise, fitness):
+        return mean - 0.1 * jnp.mean(noise * fitness[:, None], axis=0)
+
+    def elite(mean, noise, fitness):
+        return mean + 0.1 * jnp.mean(noise[jnp.argsort(fitness)[:2]], axis=0)
+
+    def best(mean, noise, fitness):
+        return mean + 0.1 * noise[jnp.argmin(fitness)]
+
+    def found(functions, strategy):
+        ravel, unravel = functions(solution)
+        objective = lambda vector: sum(jnp.sum(jnp.sin(leaf) ** 2) for leaf in jax.tree.leaves(unravel(vector)))
+        mean = ravel(solution)
+        for key in jax.random.split(jax.random.key(0), 4):
+            noise = jax.random.normal(key, (6, mean.size))
+            mean = strategy(mean, noise, jax.vmap(objective)(mean[None] + 0.1 * noise))
+        return unravel(mean)
+
+    solution = {name: more.policy[name] for name in ("w", "b")}
+    for strategy in (open_es, elite, best):
+        assert_same(found(more.get_ravel_fn, strategy), found(get_ravel_fn, strategy))
+    assert more.policies["steps"].dtype == jnp.int32
+    assert jax.flatten_util.ravel_pytree(more.policy)[0].size == 9  # the counter is searched over
+
+
+def test_the_pruning_of_haiku(more):
+    def by_hand(params, density):
+        found = {}
+        for module, leaves in params.items():
+            prunes = not module.endswith("linear_2")
+            found[module] = {
+                name: leaf * more.topk_mask(leaf, density) if prunes and name == "w" else leaf
+                for name, leaf in leaves.items()
+            }
+        return found
+
+    first = {name: {key: leaf + 1.0 for key, leaf in each.items()} for name, each in more.sparse.items()}
+    for density in (1.0, 0.6, 0.25):
+        assert_same(more.pruned(first, density), by_hand(first, density))
+
+
+def test_the_gradient_in_pieces_of_vision_transformer(more):
+    def accumulate_gradient(params, images, labels, pieces):
+        size = len(images) // pieces
+        value_and_grad = jax.value_and_grad(more.mean_loss)
+
+        def add(i, total):
+            piece = tuple(jax.lax.dynamic_slice_in_dim(each, i * size, size) for each in (images, labels))
+            return jax.tree.map(jnp.add, total, value_and_grad(params, piece))
+
+        total = jax.lax.fori_loop(1, pieces, add, value_and_grad(params, (images[:size], labels[:size])))
+        return jax.tree.map(lambda each: each / pieces, total)
+
+    by_hand = jax.jit(accumulate_gradient, static_argnums=3)(more.sparse, more.images, more.labels, 3)
+    assert_close(jax.jit(more.in_pieces)(more.sparse, (more.images, more.labels)), by_hand)
+
+
+def test_the_complex_parameters_of_jvmc(more):
+    def flat(params):  # real parts of a parameter, then its imaginary ones
+        parts = [jnp.concatenate([leaf.real.ravel(), leaf.imag.ravel()]) for leaf in jax.tree.leaves(params)]
+        return jnp.concatenate(parts)
+
+    def unflattened(vector):
+        leaves, start = [], 0
+        for leaf in jax.tree.leaves(more.amplitudes):
+            real, imag = vector[start : start + leaf.size], vector[start + leaf.size : start + 2 * leaf.size]
+            leaves.append(jax.lax.complex(real, imag).reshape(leaf.shape))
+            start += 2 * leaf.size
+        return jax.tree.unflatten(jax.tree.structure(more.amplitudes), leaves)
+
+    np.testing.assert_array_equal(more.parameters, flat(more.amplitudes))
+    update = jnp.cos(jnp.arange(18.0))
+    updated = jax.tree.map(jnp.add, more.amplitudes, unflattened(update))
+    assert_same(more.set_parameters(more.parameters + update), updated)
+    grads = jax.vmap(jax.grad(more.log_psi, holomorphic=True), (None, 0))(more.amplitudes, more.configurations)
+    want = jnp.concatenate([leaf.reshape(4, -1) for leaf in jax.tree.leaves(grads)], axis=1)
+    assert_close(more.gradients(more.amplitudes, more.configurations)[:, 0], want)
+
+
+def test_the_vae_of_nnx(more):
+    module = more.VAE(flax.nnx.Rngs(0))
+    trained = lambda path, value: isinstance(value, flax.nnx.Param) and "first" not in path
+    optimizer = flax.nnx.Optimizer(module, optax.adam(1e-2), wrt=trained)
+
+    @flax.nnx.jit
+    def step(module, optimizer, x, noise):
+        loss = lambda module: module(x, noise)
+        optimizer.update(module, flax.nnx.grad(loss, argnums=flax.nnx.DiffState(0, trained))(module))
+
+    for _ in range(3):
+        step(module, optimizer, more.x, more.noise)
+    by_hand = flax.nnx.split(module)[1]
+    assert_close(flax.nnx.to_pure_dict(more.vae), flax.nnx.to_pure_dict(by_hand))
+    assert_same(more.vae["first"], more.started["first"])
+    assert jnp.all(more.vae["decoder"]["kernel"][...] != more.started["decoder"]["kernel"][...])
+
+
+def test_the_average_of_a_diffusion_trainer(more):
+    def by_hand(average, params, step):
+        if step < 4:
+            return jax.tree.map(jnp.copy, params)
+        if step % 2:
+            return average
+        decay = min(1 - (1 + max(step - 5, 0)) ** (-2 / 3), 0.995)
+        return jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, params)
+
+    ours = theirs = params = more.sparse
+    for step in range(12):
+        params = jax.tree.map(lambda w: 0.9 * w, params)
+        ours, theirs = more.averaged(ours, params, step), by_hand(theirs, params, step)
+        if step < 4:
+            assert_same(ours, theirs)
+        assert_close(ours, theirs)

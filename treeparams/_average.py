@@ -138,6 +138,10 @@ class Ema(eqx.Module, Generic[M]):
     warmup: bool = field(static=True)
     buffers: Buffers = field(static=True)
 
+    def __repr__(self) -> str:
+        rate = f"decay={self.decay}" if self.tau is None else f"tau={self.tau}"
+        return f"Ema({rate}, {self.rest.layout!r})"
+
     def __init__(
         self,
         model: M,

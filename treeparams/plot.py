@@ -26,6 +26,13 @@ except ModuleNotFoundError:
     needed = "treeparams.plot needs matplotlib, of the extra treeparams[plot]: pip install matplotlib"
     raise ModuleNotFoundError(needed) from None
 
+__all__ = ["layout"]
+
+
+def __dir__() -> list[str]:
+    return __all__  # what is imported here is no name of this module
+
+
 # Okabe and Ito's colours, which the colour-blind can tell apart; frozen parameters are grey.
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#0072B2", "#D55E00")
 _FROZEN, _EMPTY = "#BBBBBB", "#F4F4F4"

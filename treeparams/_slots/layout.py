@@ -7,8 +7,10 @@ import dataclasses
 import functools
 import operator
 import re
+import sys
+import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.tree_util as jtu
@@ -283,6 +285,8 @@ Trainable = Where | PyTree | Layout | None
 
 Use it to annotate an argument that you pass on: `def train(model, trainable: tp.types.Trainable = None)`.
 """
+if not TYPE_CHECKING and sys.version_info >= (3, 12):
+    Trainable = typing.TypeAliasType("Trainable", Trainable)
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
 

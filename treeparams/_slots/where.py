@@ -7,8 +7,10 @@ or frozen as a whole.
 import dataclasses
 import functools
 import re
+import sys
+import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -31,6 +33,8 @@ class Leaves:
 
 
 Where = str | re.Pattern[str] | type | Leaves | Callable[[Any], Any] | Sequence[Any]
+if not TYPE_CHECKING and sys.version_info >= (3, 12):  # a signature that is printed then shows the name
+    Where = typing.TypeAliasType("Where", Where)
 
 
 def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
