@@ -129,7 +129,6 @@ ONES = np.ones((4, 3))
 @pytest.mark.parametrize(
     ("batch", "pieces", "message"),
     [
-        (ONES, 0, "a whole number of pieces, at least 1, got 0"),
         (ONES, True, "a whole number of pieces, at least 1, got True"),
         ((), 2, "got: no arrays; pass anything"),
         ((ONES, np.ones(5)), 2, r"got: batch\[0\] has 4, batch\[1\] has 5"),

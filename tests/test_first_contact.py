@@ -89,32 +89,6 @@ def test_a_target_network_with_a_tied_embedding_and_frozen_statistics(compiled: 
         np.testing.assert_array_equal(net.normalise.std, start.normalise.std)
 
 
-class Undeclared(eqx.Module):
-    embed: jax.Array
-    head: jax.Array
-
-
-def test_a_transposed_tie_that_nothing_would_remember_is_refused_and_the_advice_works():
-    # Square, so that shapes do not tell.
-    model = Undeclared(jnp.arange(9, dtype=jnp.float32).reshape(3, 3), jnp.zeros((3, 3)))
-    with pytest.raises(ValueError, match=r'an array cannot record .*tied_to="embed".*ties={"head"'):
-        tp.tie(model, "head", to="embed", transform=jnp.transpose)
-
-    known = tp.layout(model, ties={"head": ("embed", jnp.transpose)})
-    tx = optim.trainable(optax.sgd(0.1), known)
-
-    @jax.jit
-    def step(model, state):
-        grads = tp.grad(lambda model: jnp.sum((model.embed[0] @ model.head - 1.0) ** 2) / 100, state.layout)(model)
-        return optim.step(tx, grads, state, model)
-
-    trained, state = tp.tie(model, known), tx.init(tp.tie(model, known))
-    for _ in range(3):
-        trained, state = step(trained, state)
-    assert jnp.array_equal(trained.head, trained.embed.T)
-    assert not jnp.array_equal(trained.embed, model.embed)
-
-
 class Net(eqx.Module):
     trunk: eqx.nn.MLP
     head: eqx.nn.Linear

@@ -98,19 +98,6 @@ def test_the_arrays_of_a_module_that_is_compiled_are_no_constants():
     assert "constant dense<[" not in compiled.lower(ramp(2)).as_text()
 
 
-@pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"donate": "some"}, r"donate must be 'all', .* got 'some'"),
-        ({"static_argnums": 0}, "has no 'static_argnums': leave it out, all that is no array is static already"),
-    ],
-)
-def test_options_that_cannot_be(options, message):
-    with pytest.raises(ValueError, match=message):
-        tp.jit(lambda x: x, **options)
-
-
 def test_shapes_are_left_to_jax():
     traces = []
     f = tp.jit(lambda m: traces.append(1) or m["w"].sum())

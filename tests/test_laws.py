@@ -212,8 +212,7 @@ def test_without_ties_and_frozen_parts_all_is_as_jax_has_it(model):
 @pytest.mark.usefixtures("standard_promotion")  # Optax relies on it
 @pytest.mark.parametrize("name", ["functions and static fields", "frozen tie", "all frozen"])
 @pytest.mark.parametrize(
-    ("form", "tx"),
-    [(tp.partition, optax.adamw(0.1, weight_decay=0.1)), (tp.stack, optax.rmsprop(0.1, momentum=0.9))],
+    ("form", "tx"), [(tp.partition, optax.adamw(0.1, weight_decay=0.1)), (tp.stack, optax.rmsprop(0.1, momentum=0.9))]
 )
 def test_no_optimiser_moves_a_frozen_leaf(name, form, tx):
     start = ZOO[name].make()

@@ -45,19 +45,7 @@ def test_each_public_name_shows_an_example_that_runs(package):
 
 
 @pytest.mark.parametrize(
-    "folder",
-    [
-        "",
-        "_tree",
-        "_files",
-        "_slots",
-        "_forms",
-        "optim",
-        "nested",
-        "matrices",
-        "saving",
-        "sharding",
-    ],
+    "folder", ["", "_tree", "_files", "_slots", "_forms", "optim", "nested", "matrices", "saving", "sharding"]
 )
 def test_the_map_of_the_files_is_complete(folder):
     name = ".".join(["treeparams", *filter(None, folder.split("/"))])

@@ -66,8 +66,6 @@ def test_depth_folds_what_lies_deeper_and_keeps_the_totals():
     assert repr(tp.summary(model(), TRAINED, depth=9)) == TEXT
     with pytest.raises(ValueError, match="depth must be a whole number of entries, at least 1, got 0"):
         tp.summary(model(), depth=0)
-    with pytest.raises(TypeError, match=r"expected a model, got a Layout; write tp.summary\(model, layout\)"):
-        tp.summary(tp.layout(model()))
 
 
 def test_of_many_rows_the_middle_is_left_out_but_not_of_the_totals():

@@ -1,6 +1,5 @@
 """Five discussions of users, each as the program that was asked for, and what it must give."""
 
-import functools
 import pickle
 
 import equinox as eqx
@@ -11,7 +10,7 @@ import optax
 import pytest
 
 import treeparams as tp
-from treeparams import matrices, nested, optim
+from treeparams import nested, optim
 
 from .zoo import assert_close, cost, enable_x64, ramp
 
@@ -24,8 +23,7 @@ def product(w, v, x):
 
 
 product.defvjp(  # v, which the product never uses, gets a gradient by the rule
-    lambda w, v, x: (w @ x, (w, x)),
-    lambda kept, y: (jnp.outer(y, kept[1]), 2 * y, kept[0].T @ y),
+    lambda w, v, x: (w @ x, (w, x)), lambda kept, y: (jnp.outer(y, kept[1]), 2 * y, kept[0].T @ y)
 )
 
 
@@ -102,14 +100,6 @@ def test_the_rule_of_the_product_counts():
     np.testing.assert_allclose(grads[0].W.v, 2 * plain[0].b, 1e-6)
 
 
-def test_other_matrices_take_the_place_of_the_struct():
-    svd = jax.eval_shape(lambda: matrices.SVD.random(4, 3, key=jax.random.key(0)))
-    model = [Layer(svd, ramp(4)), Layer(matrices.PreImputing(ramp(4, 3), ramp(3)), ramp(4))]
-    layout = tp.layout(model)
-    assert {"0.W.d", "0.b", "1.W.psi", "1.b"} < set(layout.paths)
-    assert tp.reached(both_layers)(model, X) == layout
-
-
 # -- Only some fields train --------------------------------------------------------------------------------------------
 
 
@@ -155,20 +145,6 @@ def test_a_constructor_in_the_loss_of_which_one_argument_trains():
     grads = tp.jit(tp.grad(loss, "W"))(args, X)
     assert grads["b"] is None
     np.testing.assert_allclose(grads["W"], np.outer(1 - np.tanh(args["W"] @ X + args["b"]) ** 2, X), 1e-5, 1e-6)
-
-
-def test_masks_that_change_from_call_to_call_take_one_trace_each():
-    model, traces = {"a": ramp(2), "b": ramp(2)}, []
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def gradient(model, layout):
-        traces.append(layout.paths)
-        return tp.grad(lambda m: jnp.sum(m["a"] * m["b"]), layout)(model)
-
-    for name in "abab":
-        mask = {each: each == name for each in model}
-        assert [path for path, leaf in gradient(model, tp.layout(model, mask)).items() if leaf is not None] == [name]
-    assert traces == [("a",), ("b",)]
 
 
 # -- A loss that touches a large array ---------------------------------------------------------------------------------

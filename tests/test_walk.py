@@ -170,7 +170,6 @@ def test_an_entry_that_the_model_has_not(walk, tree, message):
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (lambda m: tp.maptrainable(m, SGD), TypeError, r"the function comes first: tp.maptrainable\(f, .*; got dict"),
         (lambda _: tp.maptrainable(MLP, SGD), TypeError, "function comes first: .*; got MLP"),  # which can be called
         (lambda m: tp.biwalk(m, m), ValueError, r"entries at \['embed', 'head'\].*tied=\"sum\".*gradients.*\"first\""),
         (lambda m: tp.biwalk(m, m, tied="mean"), ValueError, 'tied must be "sum"'),

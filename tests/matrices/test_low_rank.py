@@ -217,12 +217,9 @@ def test_an_ensemble():
     assert_same(*eqx.filter_jit(lambda *models: [each(model, normal(11, 3, 4)) for model in models])(changed, model))
 
 
-NET = net()
 IMPUTING = matrices.PreImputing(normal(50, 3, 3), normal(51, 3))
 M = int8(4, 2, 2)
 UNCHANGED = [
-    (NET, "layers.0.bias", "'layers.0.bias' selects no parameter with two axes"),
-    (NET, "layer.0", "'layer.0'.*layers.0"),
     (filled(eqx.nn.Conv1d, 1, 2, 3), "weight", r"'weight' has shape \(2, 1, 3\)\. Leave out .* a convolution"),
     ({"w": low_rank(3, 2, 2)}, "w.a", r"'w.a' is a part of 'w', a LowRank, .* as a whole: select all of it, or"),
     ({"w": svd(3, 2, 2)}, "w.u", r"'w.u.vectors' is a part of 'w', a SVD, which is changed as a whole"),

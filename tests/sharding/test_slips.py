@@ -14,7 +14,7 @@ from treeparams import optim, sharding
 
 from .. import nets
 from ..nets import ADAM, BATCH, MIXED, RULES, SPLIT, loss, mesh_of, started, two_axes
-from ..zoo import ramp
+from ..zoo import filled, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
 MESH, TWO = mesh_of(4), two_axes(("data", "model"))
@@ -120,7 +120,7 @@ def test_batches_without_examples_and_losses_that_are_no_number():
 
 # -- By hand, in a first hour ------------------------------------------------------------------------------------------
 
-NET = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+NET = filled(eqx.nn.MLP, 8, 8, 16, 1)
 X = jnp.ones((32, 8))
 
 
