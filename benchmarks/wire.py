@@ -29,7 +29,7 @@ import safetensors.flax
 
 import treeparams as tp
 from treeparams import saving
-from treeparams._files import message
+from treeparams.saving import _message as message
 
 from ._harness import Case, Scale, Table, Verdict, as_ratios, in_time, sweep
 

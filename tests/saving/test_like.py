@@ -154,7 +154,7 @@ def test_each_array_is_read_once_and_compared_with_its_checksum(path, monkeypatc
 
     monkeypatch.setattr(OnDisk, "read_at", note)
     saving.load(path, tree)
-    assert (len(read), sum(read)) == (3, size)
+    assert (len(read), sum(read)) == (1, size)
     read.clear()
     assert assert_same(dict(saving.names(path)), tree) == 4
     assert (len(read), sum(read)) == (4, size)
@@ -247,7 +247,7 @@ def test_a_part_of_a_file(path):
         ValueError, match="the source has such a model below 'average', 'model'; to load one, write names"
     ):
         saving.plan(path, {"w": ramp(2)})
-    with pytest.raises(TypeError, match="'' is a mapping and not a pytree, so none of its arrays would be saved"):
+    with pytest.raises(TypeError, match="'' is a Names, which JAX does not have, so it would not be saved"):
         saving.save(path, saving.names(path))
 
 

@@ -75,9 +75,7 @@ def test_a_file_is_compared_with_refs_by_value(path):
 
 @pytest.mark.skipif(not hasattr(jax, "Ref"), reason="before JAX 0.7.2 the type of refs is private")
 def test_a_ref_in_a_leaf_that_is_no_pytree_is_refused():
-    with pytest.raises(
-        TypeError, match=r"SimpleNamespace and not a pytree, so its array \.mean \(float32\[2\]\) would"
-    ):
+    with pytest.raises(TypeError, match=r"SimpleNamespace and not a pytree, so its array .*\[2\]"):
         saving.dumps({"held": types.SimpleNamespace(mean=jax.new_ref(jnp.ones(2)))})
 
 

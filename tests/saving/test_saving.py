@@ -91,22 +91,25 @@ def test_a_round_trip_keeps_every_bit_and_every_tie(path, name):
     got = saving.load(path, jax.tree.map(abstract, model))
     assert assert_same(got, model) >= len(arrays)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(got) if hasattr(leaf, "dtype"))
-    weak = {leaf.weak_type for leaf in jax.tree.leaves(got) if hasattr(leaf, "weak_type")}
-    assert weak <= {False}
+    assert {leaf.weak_type for leaf in jax.tree.leaves(got) if hasattr(leaf, "weak_type")} <= {False}
     differ = tp.diff(got, model)  # Equinox's counter is weak
     assert list(differ.paths) == (["state.batch_counter"] if name == "batch norm" else [])
+    # A message is such a file, too; and so is the change to a model with equal bits.
+    message = saving.dumps(model, version=3)
+    got, version = saving.loads(message, emptied(model), version=2)
+    assert version == 3
+    assert_bits(got, model)
+    same = saving.dumps(model, version=4, since=(3, model))
+    assert_bits(saving.loads(same, got if name != "numpy leaves" else model, version=3)[0], model)
+    assert len(same) <= len(message)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [tp.partition, tp.ravel, tp.stack, functools.partial(tp.Ema, decay=0.5)],
-    ids=["partition", "ravel", "stack", "Ema"],
-)
-def test_what_is_made_of_a_model(path, make):
-    saved, like = (make({"a": ramp(2, start=start), "b": [ramp(2, 2, start=start), jnp.tanh]}) for start in (0, 1))
-    got = there_and_back(path, saved, like)
-    assert not tp.diff(got, saved)
-    assert tp.diff(got, like)
+def test_what_is_made_of_a_model(path):
+    for make in (tp.partition, tp.ravel, tp.stack, functools.partial(tp.Ema, decay=0.5)):
+        saved, like = (make({"a": ramp(2, start=start), "b": [ramp(2, 2), jnp.tanh]}) for start in (0, 1))
+        got = there_and_back(path, saved, like)
+        assert not tp.diff(got, saved)
+        assert tp.diff(got, like)
 
 
 @hypothesis.settings(max_examples=20, deadline=None)
@@ -118,6 +121,7 @@ def test_what_is_made_of_a_model(path, make):
 def test_any_tree_under_any_name(path, model, key):
     tree = {key: model, "key" + key: (model, jnp.tanh)}
     assert_bits(there_and_back(path, tree), tree)
+    assert_bits(saving.loads(saving.dumps(tree), emptied(tree))[0], tree)
 
 
 JAX_DTYPES = [
@@ -218,38 +222,31 @@ def _archive(*names):
         return file.getvalue()
 
 
-_OTHERS = {
-    "a pickle, protocol 2": (pickle.dumps([1], 2), r"is a pickle; .*pickle\.load\(file\)"),
-    "a pickle": (pickle.dumps({"w": np.ones(2)}), r"is a pickle; .*pickle\.load\(file\)"),
-    "PyTorch": (_archive("model/data.pkl", "model/data/0"), r"as PyTorch writes it; .*safetensors\.torch\.save_file"),
-    "PyTorch, before": (
-        b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-        "as PyTorch writes it; .*with PyTorch",
-    ),
-    "TorchScript": (
-        _archive("m/data.pkl", "m/constants.pkl", "m/code/a.py"),
-        r"TorchScript; .*torch\.jit\.load",
-    ),
-    "np.savez": (_archive("w.npy"), r"np\.savez; .*saving\.plan\(np\.load\(path\), model\)"),
-    "Flax": (msgpack_serialize({"params": {"w": np.ones(2)}}), r"MessagePack, as Flax .*msgpack_restore"),
-    "Flax, many": (
-        msgpack_serialize({f"w{i}": np.ones(1) for i in range(20)}),
-        r"MessagePack, as Flax .*msgpack_restore",
-    ),
-    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(40), r"HDF5; open it with h5py\.File"),
-    "GGUF": (b"GGUF\3\0\0\0" + bytes(40), r"GGUF; .*gguf\.GGUFReader\(path\)"),
-    "ONNX": (b"\x08\x08\x12\x07pytorch\x1a\x05", r"ONNX; .*onnx\.load\(path\)"),
-    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "pointer of Git LFS .*git lfs pull"),
-    "a web page": (b"\n<!DOCTYPE html><html lang='en'>", "a web page, as a failed download .*again"),
-}
+_MANY = msgpack_serialize({f"w{i}": np.ones(1) for i in range(20)})
+_OTHERS = [
+    (pickle.dumps([1], 2), r"is a pickle; .*pickle\.load\(open\(path"),
+    (pickle.dumps({"w": np.ones(2)}), r"is a pickle; .*pickle\.load\(open\(path"),
+    (_archive("model/data.pkl", "model/data/0"), r"as PyTorch writes it; .*safetensors\.torch\.save_file"),
+    (b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", r"as PyTorch writes it; .*with PyTorch"),  # before archives
+    (_archive("m/data.pkl", "m/constants.pkl", "m/code/a.py"), r"TorchScript; .*torch\.jit\.load"),
+    (_archive("w.npy"), r"np\.savez; use np.load\(path\) as source: saving\.plan\(np\.load\(path\), model\)"),
+    (b"\x93NUMPY\1\0", r"NumPy, as by eqx\.tree_serialise_leaves"),
+    (msgpack_serialize({"params": {"w": np.ones(2)}}), r"MessagePack, as Flax .*msgpack_restore"),
+    (_MANY, r"MessagePack, as Flax .*msgpack_restore"),
+    (b"\x89HDF\r\n\x1a\n" + bytes(40), r"HDF5; open it with h5py\.File"),
+    (b"GGUF\3\0\0\0" + bytes(40), r"GGUF; .*gguf\.GGUFReader\(path\)"),
+    (b"\x08\x08\x12\x07pytorch\x1a\x05", r"ONNX; .*onnx\.load\(path\)"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "pointer of Git LFS .*git lfs pull"),
+    (b"\n<!DOCTYPE html><html lang='en'>", "a web page, as a failed download .*again"),
+]
 
 
-@pytest.mark.parametrize(("content", "said"), _OTHERS.values(), ids=_OTHERS)
-def test_a_file_of_another_program_is_called_by_its_name(path, content, said):
-    path.write_bytes(content)
-    for read in (lambda: saving.load(path, {}), lambda: saving.metadata(path), lambda: saving.names(path)):
-        with pytest.raises(ValueError, match=said):
-            read()
+def test_a_file_of_another_program_is_called_by_its_name(path):
+    for content, said in _OTHERS:
+        path.write_bytes(content)
+        for read in (lambda: saving.load(path, {}), lambda: saving.metadata(path), lambda: saving.names(path)):
+            with pytest.raises(ValueError, match=said):
+                read()
 
 
 def test_it_is_read_whatever_its_name(tmp_path):
@@ -277,9 +274,9 @@ def test_metadata_is_text_by_text(path, tmp_path):
     assert saving.metadata(path) == said
     assert saving.metadata(str(path)) == said
     assert_same(saving.load(path, {"w": ramp(2)}), {"w": ramp(2)})
-    with pytest.raises(ValueError, match=r"metadata 'treeparams.x': names that start with 'treeparams.' are reserved"):
+    with pytest.raises(ValueError, match=r"metadata .*: names that start with 'treeparams.' are reserved"):
         saving.save(path, {"w": ramp(2)}, metadata={"treeparams.x": "1"})
-    with pytest.raises(ValueError, match=r"'\\ud800' is not Unicode text"):
+    with pytest.raises(ValueError, match=r"ud800' is not Unicode text"):
         saving.save(path, {"w": ramp(2)}, metadata={"x": "\ud800"})
     assert saving.metadata(path) == said
     with pytest.raises(FileNotFoundError):
@@ -287,10 +284,10 @@ def test_metadata_is_text_by_text(path, tmp_path):
 
 
 @pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize("metadata", [{"x": 1}, {1: "x"}, [1], "text"], ids=repr)
-def test_metadata_that_are_no_text(path, metadata):
-    with pytest.raises(TypeError, match=r"metadata must be a dictionary of texts, \{str: str\}, got"):
-        saving.save(path, {"w": ramp(2)}, metadata=metadata)
+def test_metadata_that_are_no_text(path):
+    for metadata in ({"x": 1}, {1: "x"}, [1], "text"):
+        with pytest.raises(TypeError, match=r"metadata must be a dictionary of texts, \{str: str\}, got"):
+            saving.save(path, {"w": ramp(2)}, metadata=metadata)
 
 
 # -- What is not in a file ---------------------------------------------------------------------------------------------
@@ -303,16 +300,13 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     gone.delete()
     key.delete()
     first = {"big": ramp(100, 1000)}  # it is written before what fails
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
     refused = [
-        (
-            {"abstract": jax.ShapeDtypeStruct((2,), jnp.float32)},
-            ValueError,
-            r"'abstract' is float32\[2\] without values",
-        ),
+        ({"abstract": shape}, ValueError, r"'abstract' is float32\[2\] without values"),
         (first | {"gone": gone}, RuntimeError, "'gone' has been deleted, as by a step that donates it; if you need"),
         (first | {"key": key}, RuntimeError, "'key' has been deleted"),
-        (first | {"n\ud800": ramp(1)}, ValueError, r"'n\\ud800' is not Unicode text"),
-        (first | {"note": "\udcff"}, ValueError, r"'\\udcff' is not Unicode text, so it cannot be saved, at 'note'"),
+        (first | {"n\ud800": ramp(1)}, ValueError, r"n\\ud800' is not Unicode text"),
+        (first | {"note": "\udcff"}, ValueError, r"note.*udcff' is not Unicode text, so it cannot be saved"),
         (first | {"times": np.zeros(2, ">f4")}, TypeError, "'times' is a NumPy array of >f4, which JAX does not sup"),
     ]
     for tree, error, message in refused:

@@ -3,10 +3,8 @@
 The files, from the ground up:
 
     source    where bytes are: a file on a disk, replaced only when all of the new one is there, or a message in memory
-    format    the safetensors format: a header, checked before anything is read
-    arrays    arrays as the format stores them, and back
-    values    numbers and texts as words of a file, and back; the words that `save` adds to a file, checked
+    arrays    the safetensors format: a header, checked before anything is read; arrays as it stores them, and back
+    values    numbers and texts as words of a file, and back; what its words say of the states of optimisers
     file      a file of named arrays: written whole or not at all, each array checked as it is read
     names     named arrays, each read when you access it; how names are spelt
-    message   a file in memory, which processes send to each other; the changes from one to the next
 """

@@ -1,6 +1,5 @@
 """Named arrays, each read when you access it; and names as files spell them."""
 
-import collections
 import dataclasses
 import json
 import os
@@ -109,7 +108,7 @@ class Names(Mapping[str, Any]):
 
     def without_values(self) -> "Names":
         """Returns the names and specs of the arrays without the arrays."""
-        return Names(self.specs, _without_value, self.aliases, unkeyed=self.unkeyed, computed=self.computed)
+        return dataclasses.replace(self, read={}.__getitem__)
 
     def below(self, path: str) -> "Names":
         """Returns the names below a node, without its path."""
@@ -120,20 +119,17 @@ class Names(Mapping[str, Any]):
 
     def under(self, new: Callable[[str], str | None]) -> "Names":
         """Returns the same arrays under new names; an array whose new name is `None` is left out."""
-
-        def its(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {to: value for name, value in values.items() if (to := new(name)) is not None}
-
+        its = lambda values: values and {to: each for name, each in values.items() if (to := new(name)) is not None}
         names = its({name: name for name in self.specs})
-        return Names(
-            its(self.specs),
-            lambda name: self[names[name]],
-            {alias: to for alias, name in its(self.aliases).items() if (to := new(name)) is not None},
-            its(self.states),
-            self.numbers and its(self.numbers),
-            self.unkeyed and its(self.unkeyed),
-            its(dict.fromkeys(self.computed)),
-            self.is_file,
+        return dataclasses.replace(
+            self,
+            specs=its(self.specs),
+            read=lambda name: self[names[name]],
+            aliases={alias: to for alias, name in its(self.aliases).items() if (to := new(name)) is not None},
+            states=its(self.states),
+            numbers=its(self.numbers),
+            unkeyed=its(self.unkeyed),
+            computed=its(dict.fromkeys(self.computed)),
         )
 
 
@@ -164,10 +160,6 @@ def with_ties(known: Names, given: Names) -> Names:
     return Names(specs, lambda name: given[more.get(name, name)], {**given.aliases, **more})
 
 
-def _without_value(name: str) -> Any:
-    raise KeyError(name)
-
-
 def names_in(source: object) -> Names | None:
     """Returns the names in a file, a list of files or a folder; `Names` unchanged; and `None` for any other source."""
     if isinstance(source, Names):
@@ -175,7 +167,7 @@ def names_in(source: object) -> Names | None:
     several: Sequence[Any] = source if isinstance(source, (list, tuple)) else [source]
     if not several or not all(isinstance(each, (str, os.PathLike)) for each in several):
         return None
-    return _of_several([part for path in several for part in _parts_of(os.fsdecode(path))])
+    return _of_files([part for path in several for part in _parts_of(os.fsdecode(path))])
 
 
 def _parts_of(path: str) -> list[str]:
@@ -197,37 +189,35 @@ def _parts_of(path: str) -> list[str]:
     return [os.path.join(os.path.dirname(path), name) for name in names]
 
 
-def _of_file(file: File) -> Names:
-    ties = file.words["ties"]
-    aliases = {alias: source for alias, (source, transforms) in ties.items() if not transforms}
-    # Hugging Face writes a tied tensor once, and its other names as metadata: a name, and the one that it is stored by.
-    also = {} if file.is_ours else file.metadata
-    aliases |= {alias: to for alias, to in also.items() if to in file.specs and alias not in file.specs}
-    specs = {**file.specs, **{alias: file.specs[source] for alias, source in aliases.items()}}
-    stored = {name: aliases.get(name, name) for name in specs}
-    numbers = {path: from_words(said) for path, said in file.words["values"].items()} if file.is_ours else None
-    computed, marks = ties.keys() - aliases.keys(), file.words.get("unkeyed")
-    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], numbers, marks, computed)
-
-
-def _of_several(paths: Sequence[str]) -> Names:
+def _of_files(paths: Sequence[str]) -> Names:
     """Returns the names of several files together, such as those of a model that is saved in shards."""
-    files = [_of_file(file_at(path)) for path in paths]
-    owners: dict[str, Names] = {}
+    specs, stored, aliases = dict[str, Spec](), dict[str, tuple[File, str]](), dict[str, str]()
+    states, numbers, unkeyed = dict[str, Any](), dict[str, Value](), dict[str, Any]()
+    computed, files = list[str](), list(map(file_at, paths))
     for file in files:
-        for name in file.specs:
-            if name in owners:
-                raise ValueError(f"{name!r} is in two of the files {first_few(paths)}; pass those that belong together")
-            owners[name] = file
-    said = [dict(file.numbers) for file in files if file.numbers is not None]
-    marks = [dict(file.unkeyed) for file in files if file.unkeyed is not None]
-    return Names(
-        {name: file.specs[name] for name, file in owners.items()},
-        lambda name: owners[name][name],
-        {alias: name for file in files for alias, name in file.aliases.items()},
-        {path: state for file in files for path, state in file.states.items()},
-        dict(collections.ChainMap(*said)) if len(said) == len(files) else None,
-        dict(collections.ChainMap(*marks)) if len(marks) == len(files) else None,
-        [name for file in files for name in file.computed],
-        is_file=True,
-    )
+        with file.understood():
+            ties, words = file.words["ties"], file.words
+            its = {alias: source for alias, (source, transforms) in ties.items() if not transforms}
+            # Hugging Face writes a tied tensor once, and its other names as metadata, each with the one it is stored by.
+            also = {} if file.is_ours else file.metadata
+            its |= {alias: to for alias, to in also.items() if to in file.specs and alias not in file.specs}
+            own = {**file.specs, **{alias: file.specs[source] for alias, source in its.items()}}
+            states |= words["states"]
+            numbers |= {path: from_words(said) for path, said in words["values"].items()}
+            unkeyed |= words.get("unkeyed", {})
+        computed += ties.keys() - its.keys()
+        twice = own.keys() & specs.keys()
+        if twice:
+            raise ValueError(
+                f"{min(twice)!r} is in two of the files {first_few(paths)}; pass those that belong together"
+            )
+        specs, aliases = specs | own, aliases | its
+        stored |= {name: (file, its.get(name, name)) for name in own}
+
+    def read(name: str) -> Any:
+        file, its = stored[name]
+        return file.read(its)
+
+    said = numbers if all(file.is_ours for file in files) else None
+    marks = unkeyed if all("unkeyed" in file.words for file in files) else None
+    return Names(specs, read, aliases, states, said, marks, computed, is_file=True)

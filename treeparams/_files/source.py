@@ -3,7 +3,6 @@
 A file replaces another one when all of it is on the disk; until then it is beside it.
 """
 
-import abc
 import contextlib
 import errno
 import io
@@ -11,7 +10,6 @@ import os
 import secrets
 import stat
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,6 +18,11 @@ from typing import Any
 import numpy as np
 
 from .._tree.text import describe
+
+try:
+    import fcntl
+except ImportError:  # Windows, which does not remove or rename a file that is open
+    fcntl = None
 
 FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 """The path of a file, as `open` accepts it."""
@@ -37,14 +40,11 @@ _LONGEST_REASON = 500  # characters; a name may have millions
 def as_text(path: object) -> str:
     """Returns the path of a file as text."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(
-            f"expected the path of a file, got {describe(path)}; it comes first: saving.save(path, model), "
-            "saving.load(path, like)"
-        )
+        raise TypeError(f"expected the path of a file, got {describe(path)}; it comes first: saving.save(path, model)")
     return os.fsdecode(path)
 
 
-class Source(abc.ABC):
+class Source:
     """Bytes to read.
 
     Attributes:
@@ -58,17 +58,46 @@ class Source(abc.ABC):
     kind: str
     size: int
 
-    @abc.abstractmethod
-    def read_at(self, into: memoryview, offset: int) -> int:
-        """Reads from an offset that no other thread or forked process moves; returns the number of bytes read."""
+    def read(self, start: int, stop: int, is_summed: bool = False) -> tuple[np.ndarray, int]:
+        """Reads bytes into a new buffer that JAX uses without a copy; returns it with its checksum, or 0."""
+        raise NotImplementedError
 
     def wrong(self, why: str) -> ValueError:
         """Makes the error for bytes that cannot be read."""
         why = why if len(why) <= _LONGEST_REASON else f"{why[:_LONGEST_REASON]} ..."
         return ValueError(f"{self.name} is no {self.kind}, or damaged: {why}")
 
+
+class InMemory(Source):
+    """The bytes of a message."""
+
+    name, noun, kind = "the message", "message", "message of saving.dumps"
+
+    def __init__(self, message: object) -> None:
+        try:
+            self.bytes = memoryview(message).cast("B")  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"expected a message, the bytes that saving.dumps made, got {describe(message)}") from None
+        self.size = len(self.bytes)
+
     def read(self, start: int, stop: int, is_summed: bool = False) -> tuple[np.ndarray, int]:
-        """Reads bytes into a new buffer that JAX uses without a copy; returns it with its checksum, or 0."""
+        return np.asarray(self.bytes[start:stop]), 0
+
+
+class OnDisk(Source):
+    """A file that is open for reading. Several threads and forked processes may read from it."""
+
+    noun, kind = "file", "safetensors file"
+
+    def __init__(self, path: FilePath) -> None:
+        self.path = as_text(path)
+        self.name = repr(self.path)
+        _refuse_irregular(self.path, os.stat(self.path).st_mode)  # to open a FIFO would wait for another program
+        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open for as long as this object lives
+        weakref.finalize(self, self._file.close)
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def read(self, start: int, stop: int, is_summed: bool = False) -> tuple[np.ndarray, int]:
         found, value = aligned(stop - start), 0
         into = found.data
         while len(into):
@@ -80,6 +109,17 @@ class Source(abc.ABC):
             into = into[count:]
         return found, value
 
+    def read_at(self, into: memoryview, offset: int) -> int:
+        """Reads from an offset that no other thread or forked process moves; returns the number of bytes read."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [into], offset)
+        with _seeking:  # Windows, which does not fork
+            self._file.seek(offset)
+            return self._file.readinto(into) or 0
+
+
+_seeking = threading.Lock()
+
 
 def aligned(size: int) -> np.ndarray:
     """Returns a new buffer of `size` bytes that JAX uses without a copy."""
@@ -88,104 +128,21 @@ def aligned(size: int) -> np.ndarray:
     return buffer[first : first + size]
 
 
-class InMemory(Source):
-    """Bytes in memory, such as those of a message."""
-
-    name, noun, kind = "the message", "message", "message of saving.dumps"
-
-    def __init__(self, message: object) -> None:
-        try:
-            self.bytes = memoryview(message).cast("B")  # type: ignore[arg-type]
-        except TypeError:
-            raise TypeError(f"expected a message, the bytes that saving.dumps made, got {describe(message)}") from None
-        self.size = len(self.bytes)
-
-    def read_at(self, into: memoryview, offset: int) -> int:
-        part = self.bytes[offset : offset + len(into)]
-        into[: len(part)] = part
-        return len(part)
-
-
-class OnDisk(Source):
-    """A file that is open for reading. Several threads and forked processes may read from it."""
-
-    noun, kind = "file", "safetensors file"
-
-    def __init__(self, path: FilePath) -> None:
-        self.path = as_text(path)
-        self.name = repr(self.path)
-        self._file = _opened(self.path)
-        weakref.finalize(self, self._file.close)
-        self.size = os.fstat(self._file.fileno()).st_size
-
-    def read_at(self, into: memoryview, offset: int) -> int:
-        file = self._file
-        if hasattr(os, "preadv"):
-            return os.preadv(file.fileno(), [into], offset)
-        if hasattr(os, "pread"):  # macOS before 11
-            data = os.pread(file.fileno(), len(into), offset)
-            into[: len(data)] = data
-            return len(data)
-        with _seeking:  # Windows, which does not fork
-            file.seek(offset)
-            return file.readinto(into) or 0
-
-
-_seeking = threading.Lock()
-
-
-def _opened(path: str) -> io.FileIO:
-    """Opens a file and checks that it is a regular one; opening a FIFO would wait for another program."""
-    flags = getattr(os, "O_NONBLOCK", 0)  # so that not even opening waits
-    try:
-        file = open(path, "rb", buffering=0, opener=lambda path, given: os.open(path, given | flags))  # noqa: SIM115
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket
-            _refuse_irregular(path, os.stat(path).st_mode)
-        raise
-    try:
-        _refuse_irregular(path, os.fstat(file.fileno()).st_mode)
-    except ValueError:
-        file.close()
-        raise
-    return file
+def _refuse_irregular(path: str, mode: int) -> None:
+    """Rejects a path that is not a regular file, by its mode; the system rejects a folder."""
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError(f"{path!r} is a FIFO, a socket or a device; arrays are read from and written to files only")
 
 
 # -- Files that replace others ----------------------------------------------------------------------------------------
 
 
-try:
-    import fcntl
-except ImportError:  # Windows, which does not remove or rename a file that is open
-    fcntl = None
-
-_LEFT = 24 * 60 * 60.0
-"""Seconds after which a file counts as abandoned where there are no locks."""
-
-
-_IRREGULAR = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-}
-
-
-def _refuse_irregular(path: str, mode: int) -> None:
-    """Rejects a path that is not a regular file, by its mode; the system rejects a folder."""
-    kind = _IRREGULAR.get(stat.S_IFMT(mode))
-    if kind is not None:
-        raise ValueError(f"{path!r} is {kind}, but arrays are read from and written to regular files only")
-
-
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[io.BufferedWriter]:
     """Opens a file that replaces the one at a path when all of it is on the disk, with its mode and owner."""
-    try:
+    before = None
+    with contextlib.suppress(OSError):  # there is nothing yet; or the folder is none, of which writing says more
         before = os.stat(path)
-    except OSError:  # there is nothing yet; or the folder is none, of which writing says more
-        before = None
-    else:
         _refuse_irregular(path, before.st_mode)
     path = os.path.realpath(path)
     folder, name = os.path.split(path)
@@ -196,7 +153,7 @@ def replacing(path: str) -> Iterator[io.BufferedWriter]:
         for each in os.listdir(folder):
             if each.startswith(start) and each.endswith(end):
                 _remove_unless_written(os.path.join(folder, each))
-    file = _locked(os.path.join(folder, start), end, is_private=before is not None)
+    file = _locked(os.path.join(folder, start), end, mode=0o666 if before is None else 0o600)
     try:
         with file:
             yield file
@@ -205,29 +162,26 @@ def replacing(path: str) -> Iterator[io.BufferedWriter]:
                 _keep_mode(file.fileno(), before)
             _sync(file.fileno())
             # The lock, which keeps other savers from removing the file, is held until it has its name.
-            if fcntl is not None:
-                os.replace(file.name, path)
-        if fcntl is None:
+            if fcntl is None:
+                file.close()
             os.replace(file.name, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.remove(file.name)
         raise
-    if fcntl is not None:
-        with contextlib.suppress(PermissionError):
-            descriptor = os.open(folder, os.O_RDONLY)
-            try:
-                _sync(descriptor)
-            finally:
-                os.close(descriptor)
+    with contextlib.suppress(PermissionError):  # Windows opens no folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            _sync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
-def _locked(start: str, end: str, is_private: bool) -> io.BufferedWriter:
-    """Opens a new file and locks it. If it replaces another file, only its owner can read it until it has its mode."""
+def _locked(start: str, end: str, mode: int) -> io.BufferedWriter:
+    """Opens a new file and locks it. One that replaces another is only its owner's to read until it has its mode."""
     while True:
         unfinished = f"{start}{secrets.token_hex(4)}{end}"
-        opener = _as_private if is_private else None
-        file = open(unfinished, "xb", opener=opener)  # noqa: SIM115 - the caller closes it
+        file = open(unfinished, "xb", opener=lambda path, flags: os.open(path, flags, mode))  # noqa: SIM115
         if fcntl is None:
             return file
         with contextlib.suppress(OSError):  # not all file systems have locks
@@ -238,8 +192,15 @@ def _locked(start: str, end: str, is_private: bool) -> io.BufferedWriter:
         file.close()
 
 
-def _as_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def _remove_unless_written(unfinished: str) -> None:
+    """Removes a file that a killed process left; a process that still writes holds a lock, or has it open."""
+    with contextlib.suppress(OSError):
+        if fcntl is None:
+            os.remove(unfinished)
+            return
+        with open(unfinished, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.remove(unfinished)  # with the lock, so that nobody gets it who has just made the file
 
 
 def _keep_mode(descriptor: int, before: os.stat_result) -> None:
@@ -248,11 +209,10 @@ def _keep_mode(descriptor: int, before: os.stat_result) -> None:
     The mode grants rights to the owner and the group. If these cannot be kept, the group gets only the rights of
     everybody, and nobody runs the file as its owner.
     """
-    mode, now = stat.S_IMODE(before.st_mode), os.fstat(descriptor)
+    mode = stat.S_IMODE(before.st_mode)
     for owner, group in ((before.st_uid, -1), (-1, before.st_gid)):
-        if (owner, group) not in ((now.st_uid, -1), (-1, now.st_gid)):
-            with contextlib.suppress(OSError):
-                os.fchown(descriptor, owner, group)
+        with contextlib.suppress(OSError):
+            os.fchown(descriptor, owner, group)
     now = os.fstat(descriptor)
     if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
         mode &= ~(stat.S_ISUID | stat.S_ISGID)
@@ -269,15 +229,3 @@ def _sync(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that do so by themselves
             raise
-
-
-def _remove_unless_written(unfinished: str) -> None:
-    """Removes a file that a killed process left; a process that still writes holds a lock."""
-    with contextlib.suppress(OSError):
-        if fcntl is None:
-            if time.time() - os.stat(unfinished).st_mtime > _LEFT:
-                os.remove(unfinished)
-            return
-        with open(unfinished, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.remove(unfinished)  # with the lock, so that nobody gets it who has just made the file

@@ -4,7 +4,7 @@ JSON alone is not enough. It has no complex numbers, no NaN and no `float32`, an
 of up to 4,300 digits.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,25 +17,15 @@ Value = bool | int | float | complex | str | np.generic
 """A number or a text."""
 
 _LONGEST = 10**18  # of the numbers in decimal digits, which people can read
-
-
-_TO_TEXT: Mapping[type, Callable[[Any], str]] = {
-    bool: str,
-    float: repr,
-    complex: repr,
-    str: str,
-    np.str_: str,
-    int: lambda number: str(number) if abs(number) < _LONGEST else hex(number),
+_KINDS: Mapping[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
+    bool: ("bool", str, {"True": True, "False": False}.__getitem__),
+    int: ("int", lambda number: str(number) if abs(number) < _LONGEST else hex(number), lambda text: int(text, 0)),
+    float: ("float", repr, float),
+    complex: ("complex", repr, complex),
+    str: ("str", str, str),
+    np.str_: ("numpy.str", str, np.str_),
 }
-_FROM_TEXT: Mapping[str, Callable[[str], Any]] = {
-    "float": float,
-    "complex": complex,
-    "str": str,
-    "numpy.str": np.str_,
-    "bool": {"True": True, "False": False}.__getitem__,
-    "int": lambda text: int(text, 0),
-}
-_OF_NUMPY = "numpy."
+_FROM_TEXT = {name: read for name, _, read in _KINDS.values()}
 LONG: tuple[type, ...] = (np.longdouble, np.clongdouble)
 """Numbers whose bits differ between kinds of machines, so they are not stored."""
 
@@ -53,11 +43,11 @@ def in_words(leaf: Value) -> list[str]:
     if name is None:
         raise TypeError(f"a {kind.__name__} is neither a number nor a text")
     # Of a NumPy scalar the bytes are written, which tell one NaN from another.
-    return [name, _TO_TEXT[kind](leaf) if kind in _TO_TEXT else np.asarray(leaf).tobytes().hex()]
+    return [name, _KINDS[kind][1](leaf) if kind in _KINDS else np.asarray(leaf).tobytes().hex()]
 
 
 def from_words(said: Sequence[str]) -> Value:
-    """Returns the number or text for words of a file; raises a `ValueError` or `KeyError` for other words.
+    """Returns the number or text for words of a file; raises a `ValueError`, `TypeError` or `KeyError` for other words.
 
     >>> from_words(["int", "5"]), from_words(["float", "inf"])
     (5, inf)
@@ -65,10 +55,10 @@ def from_words(said: Sequence[str]) -> Value:
     name, text = said
     if name in _FROM_TEXT:
         return _FROM_TEXT[name](text)
-    dtype = np.dtype(name.removeprefix(_OF_NUMPY))
+    dtype = np.dtype(name.removeprefix("numpy."))
     if kind_in_words(dtype.type) != name:
         raise ValueError(f"{name!r} is no type of numbers or texts")
-    return np.frombuffer(bytes.fromhex(text), dtype)[0]
+    return np.frombuffer(bytes.fromhex(text), dtype).reshape(())[()]
 
 
 @with_object
@@ -78,36 +68,16 @@ def kind_in_words(kind: type) -> str | None:
     >>> kind_in_words(float), kind_in_words(np.float32), kind_in_words(list)
     ('float', 'numpy.float32', None)
     """
-    if kind in _TO_TEXT:
-        return f"{_OF_NUMPY}str" if kind is np.str_ else kind.__name__
+    if kind in _KINDS:
+        return _KINDS[kind][0]
     if not issubclass(kind, np.generic) or issubclass(kind, LONG):
         return None
     dtype = np.dtype(kind)
     is_number = dtype.kind == "b" or (jnp.issubdtype(dtype, np.number) and dtype.kind != "m")
-    return f"{_OF_NUMPY}{dtype.name}" if is_number else None
+    return f"numpy.{dtype.name}" if is_number else None
 
 
-# -- What save adds to a file -----------------------------------------------------------------------------------------
-
-
-def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Returns whether ties, marks and values are of these arrays; raises any error if they are of another kind.
-
-    The checksum of the header says that these are the words that `save` wrote. So this is no defence against a file
-    that was made to do harm; words about states are not checked before they are used (`File.understood`).
-    """
-    ties, values, since = words["ties"], words["values"], (words.get("message") or {"since": None})["since"]
-    names = {*names, *(since["same"] if since else ())}  # a change has not the arrays that stay
-    dicts = words["restructures"], words["states"], *words["states"].values()
-    return (
-        set(map(type, dicts)) == {dict}
-        and names >= {source for source, _ in ties.values()} | words["marks"].keys()
-        and {str} >= {type(how) for _, how in ties.values()}
-        and {2} >= set(map(len, words.get("unkeyed", {}).values()))
-        and names.isdisjoint([*ties, *values])
-        and ties.keys().isdisjoint(values)
-        and [in_words(from_words(said)) for said in values.values()] == [*values.values()]
-    )
+# -- States of optimisers ---------------------------------------------------------------------------------------------
 
 
 class History(NamedTuple):

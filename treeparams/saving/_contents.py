@@ -7,21 +7,21 @@ from typing import Any, TypeVar
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 from jax.core import Tracer
 
-from .._files.arrays import pieces_of, placed
+from .._files.arrays import bytes_of, placed
 from .._files.names import bare, name_of
 from .._files.values import in_words, kind_in_words
 from .._forms.restructure import Restructure, known_leaves
 from .._forms.states import Division, Entries, Owners, entries_of
-from .._slots.index import digest_of
 from .._slots.layout import Trainable, index_of, look_up
 from .._slots.ties import Alias, find_ties
 from .._slots.where import declared_frozen
 from .._tree.copying import copy_leaf
 from .._tree.paths import join_path, quote
 from .._tree.structure import Spec, structure_of
-from .._tree.types import Array, PyTree, value_of
+from .._tree.types import PyTree, value_of
 from ..optim._state import TrainableState, nodes_of
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Contents:
         leaves, self.treedef, self.structure = structure_of(tree)
         structure = self.structure
         self._refs = {i: leaves[i] for i in structure.refs}
-        self.leaves = [leaves[i] if i not in self._refs else value_of(leaves[i]) for i in range(len(leaves))]
+        self.leaves = list(map(value_of, leaves)) if self._refs else leaves
         ties = find_ties(structure) if trainable is None else look_up(structure, trainable)[1].ties
         # Identity ties trained parameters, and nothing else: any other array is written and read at its own path.
         apart = self.in_states | (self.frozen if ties and trainable is None else frozenset())
@@ -90,15 +90,16 @@ class Contents:
         first = self.structure.first
         for i, alias in [*self.aliases.items()]:
             have, source = self.leaves[i], self.leaves[alias.source]
-            if isinstance(have, (jax.ShapeDtypeStruct, Tracer)):
+            if isinstance(have, (jax.ShapeDtypeStruct, Tracer)) or (have is source and not alias.transforms):
                 continue
-            if alias.transforms or have is not source:
-                want = alias.value_from(source, self.structure.spec(alias.source))
-                if not _have_same_bits(have, want):
-                    del self.aliases[i]
-                    # It may still be the same array as at another path. Then that one is stored for both.
-                    if first[i] != i and first[i] not in self.aliases:
-                        self.aliases[i] = Alias(i, first[i], ())
+            want = alias.value_from(source, self.spec(alias.source))
+            is_same = (have.shape, have.dtype) == (want.shape, want.dtype)
+            if is_same and np.array_equal(bytes_of(have), bytes_of(want)):
+                continue
+            del self.aliases[i]
+            # It may still be the same array as at another path. Then that one is stored for both.
+            if first[i] != i and first[i] not in self.aliases:
+                self.aliases[i] = Alias(i, first[i], ())
 
     def leaves_with(self, values: Mapping[int, Any]) -> list[Any]:
         """Returns the leaves with these values for stored arrays, and with the arrays that follow for their aliases."""
@@ -135,9 +136,8 @@ class Contents:
 
     def _of_class(self, cls: type[T]) -> dict[str, T]:
         paths = [node.path for node in self.structure.nodes if issubclass(node.cls, cls)]
-        if not paths:
-            return {}
-        return dict(zip(paths, nodes_of(cls, jtu.tree_unflatten(self.treedef, self.leaves)), strict=True))
+        tree = jtu.tree_unflatten(self.treedef, self.leaves) if paths else None
+        return dict(zip(paths, nodes_of(cls, tree), strict=True))
 
     @functools.cached_property
     def in_states(self) -> frozenset[int]:
@@ -154,15 +154,6 @@ class Contents:
     def frozen(self) -> frozenset[int]:
         """The parameters that classes declare frozen."""
         return declared_frozen(self.structure)
-
-    def digest(self, aliases: Mapping[int, Alias]) -> str:
-        """Returns the digest of the tree's layout, `tp.layout(tree).digest`, for these aliases."""
-        structure, frozen = self.structure, self.frozen
-        ties = [alias for i, alias in aliases.items() if structure.is_parameter(i)]
-        trained = [structure.is_parameter(i) and i not in frozen for i in range(len(self.leaves))]
-        for alias in ties:
-            trained[alias.leaf] = trained[alias.source]
-        return digest_of(structure, trained, ties)
 
 
 # -- In the words of a file --------------------------------------------------------------------------------------------
@@ -230,9 +221,3 @@ def division_in(words: Mapping[str, Any], number: int, arrays: Collection[Entrie
         return Owners.of([path for path, *_ in its], place, axis, [tuple(shape) for _, _, shape, _ in its], has_rows)
 
     return Division(tuple(map(owners_of, arrays)), said["problem"])
-
-
-def _have_same_bits(one: Array, other: Array) -> bool:
-    """Returns whether two arrays have the same bits."""
-    is_same = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return is_same and all(a == b for a, b in zip(pieces_of(one), pieces_of(other), strict=True))

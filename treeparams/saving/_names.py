@@ -1,17 +1,17 @@
 """names: gives the arrays of any source by name - a file, a dictionary, a model, a layout, Orbax's metadata."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from numpy.lib.format import MAGIC_PREFIX, read_array_header_1_0, read_array_header_2_0, read_magic
 
 from .._files.arrays import array_spec, in_numpy
 from .._files.names import Names, name_of, names_in
 from .._slots.layout import Layout, index_of
-from .._tree.structure import is_array
+from .._slots.ties import Alias
+from .._tree.structure import Structure, is_array
 from .._tree.text import first_few
 from .._tree.types import PyTree, value_of
 from ._contents import Contents
@@ -25,20 +25,30 @@ def names_of(source: Any) -> Names:
         return known
     if isinstance(source, Layout):
         index = index_of(source)
-        paths, specs = index.structure.paths, index.structure.specs
-        computed = {name_of(paths[a.leaf]) for a in index.ties if a.transforms}
-        names = {
-            name: spec for name, spec in zip(map(name_of, paths), specs, strict=True) if spec and name not in computed
-        }
-        aliases = {name_of(paths[a.leaf]): name_of(paths[a.source]) for a in index.ties if not a.transforms}
-        read = lambda name: jax.ShapeDtypeStruct(*names[name][:2])
-        return Names(names, read, aliases, unkeyed=index.structure.unkeyed, computed=computed)
+        structure = index.structure
+        return _of_structure(structure, index.ties, lambda i: jax.ShapeDtypeStruct(*structure.spec(i)[:2]))
     if isinstance(source, np.lib.npyio.NpzFile):
-        return _of_npz(source)
+        source = dict(source)
     # Only arrays have names; a number among the values has none.
-    if isinstance(source, Mapping) and all(isinstance(name, str) and _is_leaf(each) for name, each in source.items()):
+    if isinstance(source, Mapping) and set(map(type, source)) <= {str} and all(map(_is_leaf, source.values())):
         return _of_arrays({name: value_of(array) for name, array in source.items() if not _is_no_array(array)})
     return _of_tree(source)
+
+
+def _of_structure(
+    structure: Structure, ties: Iterable[Alias], read: Callable[[int], Any], numbers: Any = None, states: Any = ()
+) -> Names:
+    """Returns the names of the arrays of a tree, which `read` gives by leaf."""
+    names = {i: name_of(structure.paths[i]) for i, spec in enumerate(structure.specs) if spec is not None}
+    ties = list(ties)
+    computed = {names[tie.leaf] for tie in ties if tie.transforms}
+    leaves = {name: i for i, name in names.items() if name not in computed}
+    specs = {name: structure.spec(i) for name, i in leaves.items()}
+    aliases = {names[tie.leaf]: names[tie.source] for tie in ties if not tie.transforms}
+    # What another program restored is of plain containers, whatever classes it was saved from.
+    is_plain = numbers is not None and all(node.cls in (dict, list, tuple) for node in structure.nodes)
+    marks = None if is_plain else structure.unkeyed
+    return Names(specs, lambda name: read(leaves[name]), aliases, dict(states), numbers, marks, computed)
 
 
 def _is_leaf(value: object) -> bool:
@@ -78,22 +88,6 @@ def _read(array: Any) -> Any:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _of_npz(file: np.lib.npyio.NpzFile) -> Names:
-    """Returns the names in a file that `np.load` opened; only headers are read."""
-    if file.zip is None:
-        raise ValueError("np.load's file is closed, so nothing can be read from it; use it inside its `with` block")
-    specs = {}
-    for name, member in zip(file.files, file.zip.namelist(), strict=True):
-        with file.zip.open(member) as header:
-            if header.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX:  # else it is no array, and has no name
-                header.seek(0)
-                read = read_array_header_1_0 if read_magic(header) == (1, 0) else read_array_header_2_0
-                shape, _, dtype = read(header)
-                if not _is_no_array(np.empty(0, dtype)):
-                    specs[name] = array_spec(jax.ShapeDtypeStruct(shape, dtype))
-    return Names(specs, lambda name: _read(file[name]), is_file=True)
-
-
 def _of_tree(tree: PyTree) -> Names:
     for attribute in ("item_metadata", "tree"):  # of Orbax's metadata of a checkpoint
         if type(tree).__module__.startswith("orbax."):
@@ -114,18 +108,10 @@ def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
 
 def names_of_contents(contents: Contents) -> Names:
     """Returns the names of a tree that was taken apart."""
-    computed = {contents.names[i] for i, alias in contents.aliases.items() if alias.transforms}
-    leaves = {name: i for i, name in contents.names.items() if name not in computed}
-    specs = {name: contents.spec(i) for name, i in leaves.items()}
-    aliases = {alias: source for alias, (source, transforms) in contents.ties.items() if not transforms}
-    paths = contents.structure.paths
-    numbers = {name_of(paths[i]): contents.leaves[i] for i in contents.values}
-    # What another program restored is of plain containers, whatever classes it was saved from.
-    is_plain = all(node.cls in (dict, list, tuple) for node in contents.structure.nodes)
-    marks = None if is_plain else contents.structure.unkeyed
-    return Names(
-        specs, lambda name: contents.leaves[leaves[name]], aliases, contents.states_in_words, numbers, marks, computed
-    )
+    paths, leaves = contents.structure.paths, contents.leaves
+    numbers = {name_of(paths[i]): leaves[i] for i in contents.values}
+    ties = contents.aliases.values()
+    return _of_structure(contents.structure, ties, leaves.__getitem__, numbers, contents.states_in_words)
 
 
 def names(
@@ -165,27 +151,22 @@ def names(
             or a function gets 64-bit values that do not fit into JAX's 32 bits.
         TypeError: as for `saving.plan`.
     """
-    stored = names_in(source)
-    known = names_of(source) if stored is None else stored
-    known = known if below is None else known.below(below)
-    if stored is not None and rename is None and transform is None:
+    known = names_of(source) if below is None else names_of(source).below(below)
+    if known.is_file and rename is None and transform is None:
         return known
     found, used, _ = routes({name: known.specs[name] for name in known}, rename, transform, None)
     used.update(name for route in found for name in route.sources)
-    if len(used) < len(known):
-        lost = [name for name in known if name not in used]
-        raise ValueError(
-            f"rename merges {first_few(lost)} with arrays that are missing; drop them: rename={{...: None}}"
-        )
+    lost = [name for name in known if name not in used]
+    if lost:
+        raise ValueError(f"rename merges {first_few(lost)} with arrays that are missing; drop them, {{...: None}}")
     made: dict[str, Any] = {}
     for route in found:
         arrays = [known[name] for name in route.sources]
         is_abstract = any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays)
-        arrays = jax.eval_shape(route, *arrays) if is_abstract else route(*arrays)
+        arrays = jax.eval_shape(route, *arrays) if is_abstract else list(map(in_numpy, route(*arrays)))
         if len(arrays) != len(route.targets):
             raise ValueError(f"{route.how} gives {len(arrays)} arrays, but the names are {', '.join(route.targets)}")
-        for name, array in zip(route.targets, arrays, strict=True):
-            if name in made:
-                raise ValueError(f"{route.sources[0]!r} and another array both get the name {name!r}")
-            made[name] = array if is_abstract else in_numpy(array)
+        if not made.keys().isdisjoint(route.targets):
+            raise ValueError(f"{route.sources[0]!r} and another array both get one name of {', '.join(route.targets)}")
+        made |= zip(route.targets, arrays, strict=True)
     return made

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._files.arrays import as_in_jax
 from .._files.names import split_name
@@ -22,25 +23,14 @@ Transforms = Mapping[Any, Callable[..., Any]]
 _Star = str | tuple[str, ...]
 _Stars = tuple[_Star, ...]
 
-_AT_ONCE = 32  # operands of one program
-
 
 def stack(*arrays: Array) -> jax.Array | np.ndarray:
-    """Stacks several arrays, such as those of layers, into one.
-
-    JAX compiles a program for each number of operands, which takes seconds for thousands of them. So JAX stacks only
-    some at a time, and NumPy stacks NumPy arrays if both give the same dtype.
-    """
-    if all(isinstance(array, np.ndarray) for array in arrays) and len({array.dtype for array in arrays}) == 1:
-        return np.stack(arrays)
-    parts = [jnp.stack(list(map(jnp.asarray, some))) for some in _in_parts(arrays)]
-    while len(parts) > 1:
-        parts = [jnp.concatenate(some) for some in _in_parts(parts)]
-    return parts[0]
-
-
-def _in_parts(arrays: Sequence[Any]) -> list[Sequence[Any]]:
-    return [arrays[start : start + _AT_ONCE] for start in range(0, len(arrays), _AT_ONCE)]
+    """Stacks several arrays, such as those of layers, into one."""
+    # JAX compiles a program for each number of operands, which takes seconds for thousands of them.
+    are_numpy = all(isinstance(each.dtype, np.dtype) and not isinstance(each, Tracer) for each in arrays)
+    if are_numpy and len({each.dtype for each in arrays}) == 1:
+        return np.stack([np.asarray(each) for each in arrays])
+    return jnp.stack(list(map(jnp.asarray, arrays)))
 
 
 def unstack(array: jax.Array | np.ndarray) -> list[Any]:
@@ -77,44 +67,37 @@ class Route:
             made = self.function(*arrays)
             made = list(made) if isinstance(made, (tuple, list)) else [made]
             made = [np.asarray(each) if isinstance(each, np.generic) else each for each in made]
-            reason = next((f"it returned {describe(each)}" for each in made if not hasattr(each, "dtype")), None)
-        except jax.errors.TracerArrayConversionError:
-            made, reason = [], "it is written with NumPy; write it with jax.numpy"
+            for each in made:
+                if not hasattr(each, "dtype"):
+                    raise TypeError(f"it returned {describe(each)}")
         except Exception as error:
-            made, reason = [], in_short(error)
-        if reason is not None:
             given = ", ".join(f"{name!r} ({describe(array)})" for name, array in zip(self.sources, arrays, strict=True))
-            raise ValueError(f"{self.how} of {given} fails: {reason}")
+            raise ValueError(f"{self.how} of {given} fails: {in_short(error)}") from error
         return made
-
-
-class _Routes(NamedTuple):
-    """The content of `rename` and `transform`, as routes of arrays by name."""
-
-    found: list[Route]
-    dropped: set[str]  # names, on purpose
-    kept: set[str]  # targets to which nothing comes, on purpose
 
 
 def routes(
     specs: Mapping[str, Spec], rename: Rename | None, transform: Transforms | None, targets: Collection[str] | None
-) -> _Routes:
+) -> tuple[list[Route], set[str], set[str]]:
     """Reads `rename` and `transform`.
 
     The targets determine into how many rows an array is unstacked; without targets, its leading axis does.
+
+    Returns:
+        The routes of arrays by name, the names that are dropped, and the targets that keep what they have.
     """
-    if not (transform is None or isinstance(transform, Mapping)):
-        raise TypeError(f"transform must be a dictionary {{left: function}}, got {function_name(transform)}")
+    for name, given in (("transform", transform), ("rename", rename)):
+        if not (given is None or isinstance(given, Mapping) or (name == "rename" and callable(given))):
+            raise TypeError(f"{name} must be a dictionary {{left: ...}}, got {describe(given)}")
     functions = dict(transform or {})
-    for key in (key for key, function in functions.items() if not callable(function)):
-        raise TypeError(f"transform[{key!r}] must be a function of arrays, got {describe(functions[key])}")
-    if not (rename is None or isinstance(rename, Mapping) or callable(rename)):
-        raise TypeError(f"rename must be a dictionary {{left: right}} or a function of a name, got {describe(rename)}")
+    for key, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"transform[{key!r}] must be a function of arrays, got {describe(function)}")
     renamed = {name: rename(name) if callable(rename) else name for name in specs}
     for name, new in renamed.items():
         if not (new is None or isinstance(new, str)):
             raise TypeError(f"rename({name!r}) must return a name, or None to drop it, got {describe(new)}")
-    sides = {} if rename is None or callable(rename) else dict(rename)
+    sides = dict(rename) if isinstance(rename, Mapping) else {}
     stays = _side(sides.pop(None), "right") if None in sides else ()
     kept = {name for glob in stays for name in _matched(glob, targets or (), "rename, None", "path")}
     entries = [_Entry(left, right) for left, right in sides.items()]
@@ -124,7 +107,7 @@ def routes(
         found += entry.routes(specs, functions.pop(entry.left, None), targets)
     dropped = {name for entry in entries if not entry.rights for name in entry.taken}
     dropped |= {name for name in rest if renamed[name] is None}
-    return _Routes(_with_functions(found, functions), dropped, kept)
+    return _with_functions(found, functions), dropped, kept
 
 
 def _side(side: object, which: str) -> tuple[Glob, ...]:
@@ -144,15 +127,14 @@ def _match(glob: Glob, name: str) -> _Stars | None:
     return () if stars is None and not glob.stars and glob.text == name else stars
 
 
-def _matched(glob: Glob, names: Collection[str], of: str, kind: str = "name", hint: str = "") -> list[str]:
+def _matched(glob: Glob, names: Collection[str], of: str, kind: str = "name") -> list[str]:
     """Returns the names that a glob of `rename` or `transform` matches; raises an error if there are none."""
     found = [name for name in names if _match(glob, name) is not None]
     if found:
         return found
     below = next((name for name in names if glob.selects(split_name(name))), None)
-    if below:
-        hint = f"; {glob.text}.** matches the names below it, such as {below!r}"
-    raise ValueError(f"{of}: {glob.text!r} matches no {kind}{hint or nearest(glob.text, names)}")
+    hint = f"; {glob.text}.** matches the names below it, such as {below!r}" if below else nearest(glob.text, names)
+    raise ValueError(f"{of}: {glob.text!r} matches no {kind}{hint}")
 
 
 def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Route]:
@@ -160,20 +142,14 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
     for key, function in functions.items():
         if not isinstance(key, str):
             raise ValueError(f"transform has {key!r}, which is no left side of rename; write it exactly as in rename")
-        glob = Glob(key)
-        goes = [route.sources[0] for route in found if any(_match(glob, name) is not None for name in route.targets)]
-        hint = f"; {goes[0]!r} goes there, so write that name" if goes else ""
-        names = _matched(glob, [name for route in found for name in route.sources], "transform", hint=hint)
+        names = set(_matched(Glob(key), [name for route in found for name in route.sources], "transform"))
         for i, route in enumerate(found):
-            if set(route.sources).isdisjoint(names):
+            if names.isdisjoint(route.sources):
                 continue
             if route.function in (stack, unstack) or len(route.sources) + len(route.targets) > 2:
-                raise ValueError(
-                    f"transform has {key!r}, which matches {route.sources[0]!r}, but that goes with others to "
-                    f"{next(iter(route.targets), '')!r}; write the transform under their left side of rename"
-                )
-            if route.function is None:
-                found[i] = dataclasses.replace(route, function=function)
+                what = f"transform has {key!r}, which matches {route.sources[0]!r}, but that goes with others"
+                raise ValueError(f"{what}; write the transform under their left side of rename")
+            found[i] = dataclasses.replace(route, function=route.function or function)
     return found
 
 
@@ -185,24 +161,15 @@ class _Entry:
         self.lefts = _side(left, "left")
         self.rights: tuple[Glob, ...] = () if right is None else _side(right, "right")  # none: the names are dropped
         self.taken: dict[str, tuple[int, _Stars]] = {}
-        self._surplus = self._stars_more(right) if self.rights else 0
-
-    def _stars_more(self, right: object) -> int:
-        """Returns how many more stars the left side has than the right one: 1 stacks, and -1 unstacks."""
-        counts = [{len(glob.stars) for glob in side} for side in (self.lefts, self.rights)]
-        if max(map(len, counts)) > 1:
-            raise ValueError(f"rename, {self.left!r}: the globs of one side must have the same number of stars")
-        surplus = counts[0].pop() - counts[1].pop()
-        if abs(surplus) > 1 or (surplus and len(self.lefts) + len(self.rights) > 2):
-            raise ValueError(
-                f"rename, {self.left!r}: the stars of the left side fill those of the right one in order, but "
-                f"{right!r} has another number ({-surplus:+}); one more on the left stacks the arrays of one glob, one "
-                "more on the right unstacks one array"
-            )
+        self._is_many = len(self.lefts) + len(self.rights) > 2
+        ours, theirs = ({len(glob.stars) for glob in side} for side in (self.lefts, self.rights))
+        self._surplus = max(ours) - max(theirs) if self.rights else 0
         # A star more on one side tells rows of a stack apart; so there is one glob on each side.
-        if surplus and "*" not in (self.lefts if surplus > 0 else self.rights)[0].stars:
-            raise ValueError(f"rename, {self.left!r}: the star that stacks or unstacks must be a '*', not '**'")
-        return surplus
+        longer = (self.lefts if self._surplus > 0 else self.rights)[:1]
+        can_stack = not self._is_many and abs(self._surplus) == 1 and "*" in longer[0].stars
+        if self.rights and (max(len(ours), len(theirs)) > 1 or (self._surplus and not can_stack)):
+            what = f"rename, {left!r}: the stars of {right!r} are not those of the left side"
+            raise ValueError(f"{what}; one more '*' on the left stacks arrays, one more on the right unstacks one")
 
     def takes(self, name: str) -> Glob | None:
         """Returns the glob by which the entry takes a name."""
@@ -217,25 +184,17 @@ class _Entry:
         self, specs: Mapping[str, Spec], function: Callable[..., Any] | None, targets: Collection[str] | None
     ) -> Iterator[Route]:
         """Yields the routes of the names that the entry has taken; of globs that go together, only complete sets."""
-        if not self.rights:
-            return
-        if len(self.lefts) + len(self.rights) > 2 and function is None:
-            verb, example = ("merges", "jnp.concatenate") if len(self.lefts) > 1 else ("splits", "jnp.split")
-            raise ValueError(
-                f"rename, {self.left!r}: it {verb} arrays, so transform must say how, from one array for each source "
-                f"to one for each target, for example with {example}: transform={{{self.left!r}: ...}}"
-            )
+        if self._is_many and function is None and self.rights:
+            what = f"rename, {self.left!r}: it merges or splits arrays, so write how: transform={{{self.left!r}: ...}}"
+            raise ValueError(f"{what}, a function from one array for each source to one for each target")
         row = self._star_of_rows() if self._surplus > 0 else None
         together: dict[_Stars, dict[int, str]] = {}
-        for name, (number, stars) in self.taken.items():
+        for name, (number, stars) in self.taken.items() if self.rights else ():
             if row is not None:
                 number, stars = _number(stars[row]), stars[:row] + stars[row + 1 :]
             other = together.setdefault(stars, {}).setdefault(number, name)
             if other != name:
-                raise ValueError(
-                    f"rename, {self.left!r}: it matches {other!r} and {name!r}, which would go to one place; "
-                    "write a '*' where they differ"
-                )
+                raise ValueError(f"rename, {self.left!r}: it matches {other!r} and {name!r}, which go to one place")
         function = function or {1: stack, 0: None, -1: unstack}[self._surplus]
         for stars, its in together.items():
             # Of `("*.q", "*.k")`, a layer that has `q` alone gives nothing: its name stays unused, which is reported.
@@ -256,21 +215,15 @@ class _Entry:
 
     def _rows(self, stars: _Stars, count: int, targets: Collection[str] | None) -> tuple[str, ...]:
         """Returns the names of an array's rows: those among the targets, in numeric order, or else `count` new ones."""
-        right = self.rights[0]
-        if targets is None:
-            if right.stars.count("*") > 1:
-                raise ValueError(f"rename, {self.left!r}: write only one '*' in {right.text!r}, for the rows")
-            at = right.stars.index("*")
-            return tuple(right.filled((*stars[:at], str(row), *stars[at:])) for row in range(count))
-        matched = [(target, found) for target in targets if (found := _match(right, target)) is not None]
-        for at in reversed(range(len(right.stars))):  # the other stars have what they have on the left
-            rows = {
-                _number(found[at]): target
-                for target, found in matched
-                if _number(found[at]) >= 0 and right.filled((*stars[:at], found[at], *stars[at:])) == target
-            }
-            if rows:
-                return tuple(rows[row] for row in sorted(rows))
+        right, rows = self.rights[0], list(map(str, range(count)))
+        for at in reversed([i for i, star in enumerate(right.stars) if star == "*"]):
+            if targets is not None:
+                found = filter(None, (_match(right, target) for target in targets))
+                rows = sorted({its[at] for its in found if _number(its[at]) >= 0}, key=_number)
+            made = [right.filled((*stars[:at], row, *stars[at:])) for row in rows]
+            made = tuple([name for name in made if targets is None or name in targets])
+            if made:  # the other stars have what they have on the left
+                return made
         return ()
 
 
@@ -283,15 +236,11 @@ def _left_by(entries: Sequence[_Entry], names: Collection[str]) -> list[str]:
     """Gives each name to the first entry that matches it, and returns the names that no entry matches."""
     takers = {name: next(filter(None, (entry.takes(name) for entry in entries)), None) for name in names}
     for entry in entries:
-        for number, glob in enumerate(entry.lefts):
-            if any(number == its for its, _ in entry.taken.values()):
-                continue
+        used = {number for number, _ in entry.taken.values()}
+        for glob in [glob for number, glob in enumerate(entry.lefts) if number not in used]:
             matched = _matched(glob, names, "rename")
             is_default = glob.text == "**" and entry is entries[-1]
             if not (is_default or (entry.taken and not entry.rights)):
                 earlier = dict.fromkeys(repr(taker.text) for name in matched if (taker := takers[name]))
-                raise ValueError(
-                    f"rename: {glob.text!r} comes too late: {', '.join(earlier)} before it took all that it matches; "
-                    "a name follows the first entry that matches it"
-                )
+                raise ValueError(f"rename: {glob.text!r} comes too late: {', '.join(earlier)} took all that it matches")
     return [name for name, taker in takers.items() if taker is None]

@@ -1,24 +1,28 @@
 """save, load, metadata: writes a tree to one file, and reads it back into a tree like it."""
 
+import contextlib
+import enum
+import gc
 import os
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from .._files.arrays import Like, inventory_of, kind_of, placed, placed_in_turn
 from .._files.file import PREFIX, Draft, File, file_at
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
-from .._files.values import from_words, histories_in
+from .._files.values import LONG, from_words, histories_in
 from .._slots.ties import Alias
 from .._tree.paths import join_path
-from .._tree.structure import naming_deleted
-from .._tree.text import first_lines, function_name
-from .._tree.types import Array, PyTree
+from .._tree.structure import is_array, naming_deleted
+from .._tree.text import describe, first_lines, function_name
+from .._tree.types import PyTree
 from ..optim._state import ModelTransformation
 from ._contents import Contents, places_in_words
-from ._opaque import lost_arrays
 from ._resume import with_histories
 from ._unlike import unlike
 
@@ -44,7 +48,7 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     `save` writes trained and frozen parameters, integers, bools and PRNG keys, from JAX or NumPy, in the dtypes they
     have, the values of refs (`jax.new_ref`), and numbers and texts with their types. It does not write anything else:
     functions, other objects, static fields and the structure come from the code that builds the model. The file also
-    records the digest of the tree's layout, which paths share one array, the checksum of each array, and which
+    records which paths share one array, the checksum of each array, which parameters are declared frozen, and which
     parameters each array of an optimiser's state belongs to. For a `Restructure` in the tree it records where each
     parameter lies in its vector or stacks. Statistics in an `eqx.nn.State` have the names of their layers if the model
     is in the same tree, `(model, state)`. A state alone goes by number, as does a class that is registered without keys
@@ -74,15 +78,13 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
             which would not be saved. `save` looks at the objects that the leaf itself refers to: its attributes,
             `__wrapped__` of a function, the arguments of a partial. It does not look further, nor into closures.
     """
-    said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
-    if not isinstance(said, dict) or not all(isinstance(each, str) for pair in said.items() for each in pair):
-        raise TypeError(f"metadata must be a dictionary of texts, {{str: str}}, got {said!r}")
-    for name in said:
-        if name.startswith(PREFIX):
-            raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are reserved")
     as_text(path)
+    said = {} if metadata is None else metadata
+    if not isinstance(said, Mapping) or not all(isinstance(each, str) for pair in said.items() for each in pair):
+        raise TypeError(f"metadata must be a dictionary of texts, {{str: str}}, got {said!r}")
+    if any(name.startswith(PREFIX) for name in said):
+        raise ValueError(f"metadata {list(said)}: names that start with {PREFIX!r} are reserved")
     leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
-    _check_unicode(said)
     with naming_deleted(model):
         inventory = inventory_of({name: kind_of(name, leaf) for name, leaf in leaves.items()})
         Draft(inventory, words, said).to_disk(path, leaves)
@@ -96,45 +98,84 @@ def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, An
         instead: the call to suggest if it is not a tree.
     """
     _check_tree(model, instead)
-    if isinstance(model, (type, ModelTransformation)):
-        raise TypeError(f"expected a model or a state, tx.init(model), got {function_name(model)}, which has no arrays")
     contents = Contents(model)
-    lost = list(lost_arrays(contents))
+    lost = list(_lost_arrays(contents))
     if lost:
         raise TypeError(first_lines(lost))
     paths = contents.structure.paths
     values = {name_of(paths[i]): value for i, value in contents.values.items()}
-    _check_unicode(dict.fromkeys(contents.names.values(), "") | {name: text for name, (_, text) in values.items()})
-    layout = contents.digest(contents.aliases)
     with naming_deleted(model):
         contents.store_what_differs()
-    frozen = contents.frozen
+    stored, frozen = contents.stored, contents.frozen
     words = {
-        "layout": layout,
         "ties": contents.ties,
         "states": contents.states_in_words,
         "restructures": {path: places_in_words(each) for path, each in contents.ways_back.items()},
-        "frozen": [name for name, i in contents.stored.items() if i in frozen],
+        "frozen": [name for name, i in stored.items() if i in frozen],
         "values": values,
         "unkeyed": contents.structure.unkeyed,
     }
-    return {name: contents.leaves[i] for name, i in contents.stored.items()}, words
+    return {name: contents.leaves[i] for name, i in stored.items()}, words
 
 
 def _check_tree(tree: object, instead: str) -> None:
-    """Rejects a text or a path in place of a tree, because the two arguments may be in PyTorch's order."""
+    """Rejects what is not a tree of arrays: a text or a path, because two arguments may be in PyTorch's order."""
     if isinstance(tree, (str, bytes, os.PathLike)):
         raise TypeError(f"expected a tree of arrays, got the text or path {tree!r}; {instead}")
+    if isinstance(tree, (type, ModelTransformation)):
+        raise TypeError(f"expected a model or a state, tx.init(model), got {function_name(tree)}, which has no arrays")
 
 
-def _check_unicode(texts: Mapping[str, str]) -> None:
-    """Rejects names, and the texts that they have, which a file cannot hold."""
-    for name, text in texts.items():
-        for each, what in ((name, "in a file"), (text, f"saved, at {name!r}")):
-            try:
-                each.encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"{each!r} is not Unicode text, so it cannot be {what}") from None
+# -- Arrays inside leaves that are not pytrees, which JAX functions do not see -----------------------------------------
+
+_BARE = (
+    *(str, bytes, int, float, complex, type, enum.Enum, np.generic, np.dtype, types.ModuleType),
+    *(types.BuiltinFunctionType, types.MethodType),
+)
+
+
+def _lost_arrays(contents: Contents) -> Iterator[str]:
+    """Yields a sentence for each leaf with arrays that would not be saved."""
+    specs, seen = contents.structure.specs, set[int]()
+    for i, leaf in enumerate(contents.leaves):
+        is_kept = specs[i] is not None and not isinstance(leaf, np.ma.MaskedArray)
+        is_bare = isinstance(leaf, _BARE) and not isinstance(leaf, LONG)
+        if is_kept or is_bare or id(leaf) in seen:  # a model has many leaves, of few functions
+            continue
+        seen.add(id(leaf))
+        lost = _lost_in(leaf)
+        if lost:
+            what = f"{contents.structure.paths[i]!r} is a {type(leaf).__qualname__}{lost} would not be saved"
+            yield f"{what}: keep arrays in pytrees, such as an eqx.Module, a dict or jax.tree_util.Partial"
+
+
+def _lost_in(leaf: object) -> str:
+    """Describes what would not be saved of a leaf that is no array: itself, or an array that it refers to."""
+    if isinstance(leaf, (np.ma.MaskedArray, Mapping, *LONG)) or _is_foreign(leaf):
+        return ", which JAX does not have, so it"
+    if isinstance(leaf, np.ndarray):
+        held = leaf.tolist()
+    elif isinstance(leaf, types.FunctionType):  # its `__wrapped__`, and not its globals or its closure
+        held = vars(leaf).values()
+    else:
+        held = gc.get_referents(leaf)
+    for each in held:
+        with contextlib.suppress(Exception):  # of what cannot be flattened, nothing would be saved
+            for inner in jax.tree.leaves(each):
+                if (is_array(inner) or _is_foreign(inner)) and not isinstance(inner, jax.ShapeDtypeStruct):
+                    return f" and not a pytree, so its array {describe(inner)}"
+    return ""
+
+
+def _is_foreign(value: object) -> bool:
+    """Returns whether a value is an array that JAX does not support: of texts, of times, or of another library."""
+    kind = type(value)
+    if isinstance(value, np.ndarray):
+        return value.dtype != object and not is_array(value)
+    return hasattr(kind, "shape") and hasattr(kind, "dtype") and not isinstance(value, np.generic)
+
+
+# -- Reading -----------------------------------------------------------------------------------------------------------
 
 
 def metadata(path: FilePath) -> dict[str, str]:
@@ -208,19 +249,16 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     _check_tree(like, "the path comes first: saving.load(path, like)")
     file = file_at(path)
     if not file.is_ours:
-        raise ValueError(
-            f"{file.source.name} was not written by saving.save, so it does not record ties; write "
-            "saving.plan(path, model)(path), which maps arrays by name"
-        )
+        raise ValueError(f"{file.source.name} was not written by saving.save; write saving.plan(path, model)(path)")
     with file.understood():
         contents = Contents(with_histories(like, file))
         leaves = fitted(contents, file)
-    return filled(contents, leaves, file.words, file.arrays(file.specs, checksum))
+    return filled(contents, leaves, file, file.arrays(file.specs, checksum))
 
 
 def fitted(contents: Contents, file: File) -> dict[str, int]:
     """Returns the leaves by their names in a file and gives the tree its ties; raises an error if they differ."""
-    leaves = leaves_in(contents, file)
+    leaves, words = leaves_in(contents, file), file.words
     for path in contents.states:
         name = name_of(f"{path}.still" if path else "still")
         if name in leaves and name not in file.specs:  # saved before there were counts of lost steps
@@ -231,53 +269,43 @@ def fitted(contents: Contents, file: File) -> dict[str, int]:
         raise ValueError(f"{file.source.name} does not fit the tree:\n{first_lines(wrong, 20)}")
     known = contents.aliases
     contents.aliases = {}
-    for alias, (source, transforms) in file.words["ties"].items():
+    for alias, (source, transforms) in words["ties"].items():
         its = known[leaves[alias]].transforms if transforms else ()
         contents.aliases[leaves[alias]] = Alias(leaves[alias], leaves[source], its)
     return leaves
 
 
-def filled(
-    contents: Contents, leaves: Mapping[str, int], words: Mapping[str, Any], arrays: Iterator[tuple[str, Any]]
-) -> PyTree:
+def filled(contents: Contents, leaves: Mapping[str, int], file: File, arrays: Iterator[tuple[str, Any]]) -> PyTree:
     """Returns the tree with the arrays, numbers and texts of a file that fits."""
 
-    def with_its_leaf(name_and_array: tuple[str, Array]) -> tuple[int, Like]:
+    def with_its_leaf(name_and_array: tuple[str, Any]) -> tuple[int, Like]:
         """Of one array; `map` releases it before the next one is read."""
         name, array = name_and_array
         return leaves[name], (name, array, contents.leaves[leaves[name]])
 
-    values = dict(placed_in_turn(map(with_its_leaf, arrays)))
-    values |= {leaves[name]: from_words(said) for name, said in words["values"].items()}
+    with file.understood():
+        numbers = {leaves[name]: from_words(said) for name, said in file.words["values"].items()}
+    values = dict(placed_in_turn(map(with_its_leaf, arrays))) | numbers
     return contents.tree(contents.leaves_with(values))
 
 
 def leaves_in(contents: Contents, file: File) -> dict[str, int]:
     """Returns the leaves by their names in the file, in which the histories of a state may have another order."""
-    theirs: dict[str, str] = {}  # by the path of each history in the tree
-    for path, words in contents.states_in_words.items():
-        here, there = (_paths_of(each, path) for each in (words, file.words["states"].get(path)))
-        for paths, ours in here.items():
-            theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
     leaves = {contents.names.get(i) or name_of(path): i for i, path in enumerate(contents.structure.paths)}
     if "unkeyed" not in file.words:  # saved before states of Equinox had names
         numbered = contents.structure.numbered
         leaves = {join_path(numbered[i]) if i in numbered else name: i for name, i in leaves.items()}
-    if not theirs:
-        return leaves
-    names = {}
-    for name, i in leaves.items():
-        start = next((ours for ours in theirs if is_below(name, ours)), "")
-        names[theirs.get(start, "") + name[len(start) :]] = i
-    return names
+    for path, words in contents.states_in_words.items():
+        here, there = (_paths_of(each, path) for each in (words, file.words["states"].get(path)))
+        moves = {
+            ours: theirs for key, its in here.items() for ours, theirs in zip(its, there.get(key, its), strict=True)
+        }
+        of_name = {name: next((ours for ours in moves if is_below(name, ours)), "") for name in leaves}
+        leaves = {moves.get(ours, "") + name[len(ours) :]: leaves[name] for name, ours in of_name.items()}
+    return leaves
 
 
 def _paths_of(words: Mapping[str, Any] | None, path: str) -> dict[tuple[str, ...], tuple[str, str]]:
     """Returns the paths of the state and of the count of each history, by the history's key."""
-    if words is None:
-        return {}
-    start = f"{path}." if path else ""
-    return {
-        history.key: (f"{start}{history.path}", f"{start}counts.{number}")
-        for number, history in enumerate(histories_in(words))
-    }
+    start, histories = f"{path}." if path else "", [] if words is None else histories_in(words)
+    return {each.key: (f"{start}{each.path}", f"{start}counts.{i}") for i, each in enumerate(histories)}
