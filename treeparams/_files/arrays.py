@@ -188,20 +188,19 @@ def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
         if not isinstance(impl, str):
             raise ValueError(f"the key at {path!r} uses {impl}, which has no name; save its jax.random.key_data")
         return Kind("U32", (*leaf.shape, *_key_kind(impl)[1]), 4, {"key": impl})
-    kind = _kind_of(leaf.dtype, tuple(leaf.shape))
-    if kind is None:
-        raise ValueError(f"{path!r} is of the dtype {leaf.dtype}, which the format cannot hold")
-    return kind
+    return _kind_of(leaf.dtype, tuple(leaf.shape))
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind_of(dtype: np.dtype, shape: tuple[int, ...]) -> Kind | None:
+def _kind_of(dtype: np.dtype, shape: tuple[int, ...]) -> Kind:
     if dtype.kind == "c":
         half = np.dtype(f"float{dtype.itemsize * 4}")
         return Kind(_NAMES[half.name], (*shape, 2), half.itemsize, {"dtype": dtype.name})
     if dtype.name in _NAMES:
         return Kind(_NAMES[dtype.name], shape, dtype.itemsize, {})
-    return Kind("U8", shape, 1, {"dtype": dtype.name}) if dtype.itemsize == 1 else None
+    if dtype.itemsize != 1:
+        raise ValueError(f"the format cannot hold arrays of {dtype}")
+    return Kind("U8", shape, 1, {"dtype": dtype.name})
 
 
 @functools.cache

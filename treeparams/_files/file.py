@@ -139,9 +139,10 @@ def file_at(path: FilePath) -> File:
     """Opens the file at a path, after checking that it has all arrays of a tree."""
     file = File(OnDisk(path))
     with file.understood():
-        is_change = (file.words["message"] or {"since": None})["since"]
-    if is_change:
-        raise ValueError(f"{file.source.name} is a message that changes another one; write saving.loads(message, have)")
+        if file.words["message"] is not None and file.words["message"]["since"] is not None:
+            raise ValueError(
+                f"{file.source.name} is a message that changes another one; write saving.loads(message, have)"
+            )
     return file
 
 

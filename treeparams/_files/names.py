@@ -191,33 +191,28 @@ def _parts_of(path: str) -> list[str]:
 
 def _of_files(paths: Sequence[str]) -> Names:
     """Returns the names of several files together, such as those of a model that is saved in shards."""
-    specs, stored, aliases = dict[str, Spec](), dict[str, tuple[File, str]](), dict[str, str]()
+    stored, aliases, computed = dict[str, tuple[File, str]](), dict[str, str](), list[str]()
     states, numbers, unkeyed = dict[str, Any](), dict[str, Value](), dict[str, Any]()
-    computed, files = list[str](), list(map(file_at, paths))
+    specs, files = dict[str, Spec](), list(map(file_at, paths))
     for file in files:
         with file.understood():
-            ties, words = file.words["ties"], file.words
-            its = {alias: source for alias, (source, transforms) in ties.items() if not transforms}
-            # Hugging Face writes a tied tensor once, and its other names as metadata, each with the one it is stored by.
+            words = file.words
+            its = {alias: source for alias, (source, transforms) in words["ties"].items() if not transforms}
+            # Hugging Face writes a tied tensor once, and its other names as metadata, each with the stored one.
             also = {} if file.is_ours else file.metadata
             its |= {alias: to for alias, to in also.items() if to in file.specs and alias not in file.specs}
-            own = {**file.specs, **{alias: file.specs[source] for alias, source in its.items()}}
+            own = {name: (file, its.get(name, name)) for name in (*file.specs, *its)}
+            specs |= {name: file.specs[at] for name, (_, at) in own.items()}
             states |= words["states"]
             numbers |= {path: from_words(said) for path, said in words["values"].items()}
             unkeyed |= words.get("unkeyed", {})
-        computed += ties.keys() - its.keys()
-        twice = own.keys() & specs.keys()
+            computed += words["ties"].keys() - its.keys()
+        twice = own.keys() & stored.keys()
         if twice:
-            raise ValueError(
-                f"{min(twice)!r} is in two of the files {first_few(paths)}; pass those that belong together"
-            )
-        specs, aliases = specs | own, aliases | its
-        stored |= {name: (file, its.get(name, name)) for name in own}
-
-    def read(name: str) -> Any:
-        file, its = stored[name]
-        return file.read(its)
-
+            raise ValueError(f"{min(twice)!r} is in two of the files {first_few(paths)}")
+        stored |= own
+        aliases |= its
     said = numbers if all(file.is_ours for file in files) else None
     marks = unkeyed if all("unkeyed" in file.words for file in files) else None
+    read = lambda name: stored[name][0].read(stored[name][1])
     return Names(specs, read, aliases, states, said, marks, computed, is_file=True)

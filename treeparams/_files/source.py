@@ -5,6 +5,7 @@ A file replaces another one when all of it is on the disk; until then it is besi
 
 import contextlib
 import errno
+import glob
 import io
 import os
 import secrets
@@ -149,11 +150,10 @@ def replacing(path: str) -> Iterator[io.BufferedWriter]:
     # A killed process leaves its file behind, and the next one that writes to the same path removes it. So the name
     # tells the path, by a checksum: the name of the path itself may be as long as the file system allows.
     start, end = f".{zlib.crc32(os.fsencode(name)):08x}.", ".unfinished"
-    with contextlib.suppress(PermissionError):  # a folder may be written to and not listed
-        for each in os.listdir(folder):
-            if each.startswith(start) and each.endswith(end):
-                _remove_unless_written(os.path.join(folder, each))
-    file = _locked(os.path.join(folder, start), end, mode=0o666 if before is None else 0o600)
+    start = os.path.join(folder, start)
+    for each in glob.iglob(f"{glob.escape(start)}*{end}"):  # nothing of a folder that may be written to and not listed
+        _remove_unless_written(each)
+    file = _locked(start, end, mode=0o666 if before is None else 0o600)
     try:
         with file:
             yield file
@@ -215,9 +215,7 @@ def _keep_mode(descriptor: int, before: os.stat_result) -> None:
             os.fchown(descriptor, owner, group)
     now = os.fstat(descriptor)
     if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
-        mode &= ~(stat.S_ISUID | stat.S_ISGID)
-    if now.st_gid != before.st_gid:
-        mode &= ~stat.S_IRWXG | (mode & stat.S_IRWXO) << 3
+        mode &= stat.S_IRWXU | stat.S_IRWXO | (mode & stat.S_IRWXO) << 3
     with contextlib.suppress(OSError):  # a file system without modes
         os.fchmod(descriptor, mode)
 

@@ -30,7 +30,8 @@ def names_of(source: Any) -> Names:
     if isinstance(source, np.lib.npyio.NpzFile):
         source = dict(source)
     # Only arrays have names; a number among the values has none.
-    if isinstance(source, Mapping) and set(map(type, source)) <= {str} and all(map(_is_leaf, source.values())):
+    is_flat = isinstance(source, Mapping) and jtu.all_leaves(source.values(), is_leaf=lambda each: each is None)
+    if is_flat and set(map(type, source)) <= {str}:
         return _of_arrays({name: value_of(array) for name, array in source.items() if not _is_no_array(array)})
     return _of_tree(source)
 
@@ -49,10 +50,6 @@ def _of_structure(
     is_plain = numbers is not None and all(node.cls in (dict, list, tuple) for node in structure.nodes)
     marks = None if is_plain else structure.unkeyed
     return Names(specs, lambda name: read(leaves[name]), aliases, dict(states), numbers, marks, computed)
-
-
-def _is_leaf(value: object) -> bool:
-    return value is None or jtu.all_leaves([value])
 
 
 def _is_no_array(value: Any) -> bool:

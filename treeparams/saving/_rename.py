@@ -14,7 +14,7 @@ from .._files.arrays import as_in_jax
 from .._files.names import split_name
 from .._tree.paths import Glob, nearest, quote, unquote
 from .._tree.structure import Spec
-from .._tree.text import describe, function_name, in_short
+from .._tree.text import describe, first_few, function_name, in_short
 from .._tree.types import Array
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
@@ -171,15 +171,6 @@ class _Entry:
             what = f"rename, {left!r}: the stars of {right!r} are not those of the left side"
             raise ValueError(f"{what}; one more '*' on the left stacks arrays, one more on the right unstacks one")
 
-    def takes(self, name: str) -> Glob | None:
-        """Returns the glob by which the entry takes a name."""
-        for number, glob in enumerate(self.lefts):
-            stars = _match(glob, name)
-            if stars is not None:
-                self.taken[name] = (number, stars)
-                return glob
-        return None
-
     def routes(
         self, specs: Mapping[str, Spec], function: Callable[..., Any] | None, targets: Collection[str] | None
     ) -> Iterator[Route]:
@@ -234,13 +225,17 @@ def _number(star: _Star) -> int:
 
 def _left_by(entries: Sequence[_Entry], names: Collection[str]) -> list[str]:
     """Gives each name to the first entry that matches it, and returns the names that no entry matches."""
-    takers = {name: next(filter(None, (entry.takes(name) for entry in entries)), None) for name in names}
-    for entry in entries:
-        used = {number for number, _ in entry.taken.values()}
-        for glob in [glob for number, glob in enumerate(entry.lefts) if number not in used]:
+    globs = [(entry, number, glob) for entry in entries for number, glob in enumerate(entry.lefts)]
+    takers = dict[str, _Entry]()
+    for name in names:
+        for entry, number, glob in globs:
+            if name not in takers and (stars := _match(glob, name)) is not None:
+                takers[name], entry.taken[name] = entry, (number, stars)
+    for entry, number, glob in globs:
+        is_default = glob.text == "**" and entry is entries[-1]
+        if all(number != its for its, _ in entry.taken.values()):
             matched = _matched(glob, names, "rename")
-            is_default = glob.text == "**" and entry is entries[-1]
             if not (is_default or (entry.taken and not entry.rights)):
-                earlier = dict.fromkeys(repr(taker.text) for name in matched if (taker := takers[name]))
-                raise ValueError(f"rename: {glob.text!r} comes too late: {', '.join(earlier)} took all that it matches")
-    return [name for name, taker in takers.items() if taker is None]
+                earlier = first_few(list(dict.fromkeys(repr(takers[name].left) for name in matched)))
+                raise ValueError(f"rename: {glob.text!r} comes too late: {earlier} took all that it matches")
+    return [name for name in names if name not in takers]

@@ -136,35 +136,31 @@ _BARE = (
 
 def _lost_arrays(contents: Contents) -> Iterator[str]:
     """Yields a sentence for each leaf with arrays that would not be saved."""
-    specs, seen = contents.structure.specs, set[int]()
-    for i, leaf in enumerate(contents.leaves):
-        is_kept = specs[i] is not None and not isinstance(leaf, np.ma.MaskedArray)
+    seen = set[int]()
+    for path, spec, leaf in zip(contents.structure.paths, contents.structure.specs, contents.leaves, strict=True):
+        is_kept = spec is not None and not isinstance(leaf, np.ma.MaskedArray)
         is_bare = isinstance(leaf, _BARE) and not isinstance(leaf, LONG)
         if is_kept or is_bare or id(leaf) in seen:  # a model has many leaves, of few functions
             continue
         seen.add(id(leaf))
-        lost = _lost_in(leaf)
+        if isinstance(leaf, (np.ma.MaskedArray, Mapping, *LONG)) or _is_foreign(leaf):
+            lost = [", which JAX does not have, so it"]
+        else:
+            lost = [f" and not a pytree, so its array {describe(each)}" for each in _arrays_held_by(leaf)]
         if lost:
-            what = f"{contents.structure.paths[i]!r} is a {type(leaf).__qualname__}{lost} would not be saved"
+            what = f"{path!r} is a {type(leaf).__qualname__}{lost[0]} would not be saved"
             yield f"{what}: keep arrays in pytrees, such as an eqx.Module, a dict or jax.tree_util.Partial"
 
 
-def _lost_in(leaf: object) -> str:
-    """Describes what would not be saved of a leaf that is no array: itself, or an array that it refers to."""
-    if isinstance(leaf, (np.ma.MaskedArray, Mapping, *LONG)) or _is_foreign(leaf):
-        return ", which JAX does not have, so it"
-    if isinstance(leaf, np.ndarray):
-        held = leaf.tolist()
-    elif isinstance(leaf, types.FunctionType):  # its `__wrapped__`, and not its globals or its closure
-        held = vars(leaf).values()
-    else:
-        held = gc.get_referents(leaf)
-    for each in held:
+def _arrays_held_by(leaf: object) -> list[Any]:
+    """Returns the arrays in objects that a leaf refers to; of a function `__wrapped__`, and not globals or closure."""
+    held = vars(leaf).values() if isinstance(leaf, types.FunctionType) else gc.get_referents(leaf)
+    found = list[Any]()
+    for each in leaf.tolist() if isinstance(leaf, np.ndarray) else held:
         with contextlib.suppress(Exception):  # of what cannot be flattened, nothing would be saved
-            for inner in jax.tree.leaves(each):
-                if (is_array(inner) or _is_foreign(inner)) and not isinstance(inner, jax.ShapeDtypeStruct):
-                    return f" and not a pytree, so its array {describe(inner)}"
-    return ""
+            found += jax.tree.leaves(each)
+    found = [each for each in found if not isinstance(each, jax.ShapeDtypeStruct)]
+    return [each for each in found if is_array(each) or _is_foreign(each)]
 
 
 def _is_foreign(value: object) -> bool:
