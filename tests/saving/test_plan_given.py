@@ -14,8 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeparams as tp
 from treeparams import saving
-from treeparams.saving._names import names_of
-from treeparams.saving._rename import stack
+from treeparams.saving._names import names_of, stack
 
 from ..zoo import assert_same, first_devices, ramp
 from .test_plan import row, shapes

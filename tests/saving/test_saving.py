@@ -159,13 +159,6 @@ def test_every_dtype_with_every_bit(path):
         assert assert_bits(there_and_back(path, wide), wide) == 4
 
 
-def test_a_wider_array_is_never_cut_in_silence(path):
-    saving.save(path, {"w": np.array([2**40, 5])})
-    for like in (np.zeros(2, np.int32), jnp.zeros(2, jnp.int32)):
-        with pytest.raises(ValueError, match=r"'w'.*int"):
-            saving.load(path, {"w": like})
-
-
 def test_keys(path):
     keys = {impl: jax.random.key(7, impl=impl) for impl in ("threefry2x32", "rbg", "unsafe_rbg")}
     tree = keys | {"batch": jax.random.split(jax.random.key(0), (2, 3)), "raw": jax.random.PRNGKey(3)}

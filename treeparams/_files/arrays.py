@@ -34,7 +34,6 @@ _DTYPES: dict[str, str] = _WRITTEN | _table(
 # These pack elements of so many bits into bytes, which NumPy and JAX arrays do not do. They are listed, but not read.
 _PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _BITS = {name: np.dtype(its).itemsize * 8 for name, its in _DTYPES.items()} | _PACKED
-_FIRST = 1 << 14  # bytes that are read at once, in which most headers end
 _LONGEST = 100_000_000  # bytes of a header; the format's own limit
 _PREFIX = 8  # bytes of the length of the header
 _MOST_AXES = 32  # of a NumPy array before NumPy 2
@@ -56,12 +55,11 @@ def read_header(source: Source) -> tuple[dict[str, Stored], dict[str, str], byte
         The arrays in the order of the file, the metadata, and the text of the header.
     """
     size = source.size
-    start = source.read(0, min(_FIRST, size))[0].tobytes()
-    length = int.from_bytes(start[:_PREFIX], "little")
+    length = int.from_bytes(source.read(0, min(_PREFIX, size))[0].tobytes(), "little")
     if size < _PREFIX or length > min(size - _PREFIX, _LONGEST):
         raise source.wrong(f"its header is said to have {length:,} bytes, and the {source.noun} has {size:,}")
     first = _PREFIX + length
-    text = start[_PREFIX:first] if first <= len(start) else source.read(_PREFIX, first)[0].tobytes()
+    text = source.read(_PREFIX, first)[0].tobytes()
     try:
         arrays, metadata = _parsed(text.decode())
     except (ValueError, RecursionError) as error:
@@ -88,7 +86,7 @@ def _parsed(text: str) -> tuple[dict[str, Stored], dict[str, str]]:
     metadata = pairs[0][1] if pairs else ()
     if len(pairs) > 1 or type(metadata) is not tuple or not {str} >= {type(value) for _, value in metadata}:
         raise ValueError("its metadata are not one dictionary of texts")
-    return entries[0], _distinct(metadata)
+    return entries[0], _as_dict(metadata)
 
 
 def _entries(text: str) -> tuple[dict[str, Stored], list[tuple[str, Any]]]:
@@ -96,7 +94,7 @@ def _entries(text: str) -> tuple[dict[str, Stored], list[tuple[str, Any]]]:
     pairs = _DECODER.decode(text)
     if type(pairs) is not tuple:
         raise ValueError("it is no JSON object")
-    named = _distinct(pairs)
+    named = _as_dict(pairs)
     metadata = [pair for pair in pairs if pair[0] == "__metadata__"]
     entries = [(name, _stored(name, said)) for name, said in named.items() if name != "__metadata__"]
     # Arrays follow one another without gaps or overlaps: so no byte is of two of them, and none goes unread.
@@ -111,7 +109,7 @@ def _entries(text: str) -> tuple[dict[str, Stored], list[tuple[str, Any]]]:
 _remembered = functools.lru_cache(maxsize=8)(_entries)
 
 
-def _distinct(pairs: Any) -> dict[str, Any]:
+def _as_dict(pairs: Any) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice in one object")
@@ -163,7 +161,7 @@ def prefixed(text: bytes | bytearray) -> bytes:
 _NAMES = {name: text for text, name in _WRITTEN.items()}
 
 
-class Kind(NamedTuple):
+class StoredAs(NamedTuple):
     """How an array is stored."""
 
     dtype: str  # in the format's words
@@ -177,47 +175,42 @@ class Kind(NamedTuple):
         return math.prod(self.shape) * self.itemsize
 
 
-def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
+def stored_as(path: str, leaf: Array | jax.ShapeDtypeStruct) -> StoredAs:
     """Returns how an array will be stored."""
     if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
         raise ValueError(f"{path!r} is {describe(leaf)} without values, so it cannot be saved")
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(f"{path!r} lies over several processes, but a file holds whole arrays; save it with Orbax")
-    if _is_key(leaf.dtype):
+    if not isinstance(leaf.dtype, np.dtype):  # of typed keys
         impl = jax.random.key_impl(leaf)
         if not isinstance(impl, str):
             raise ValueError(f"the key at {path!r} uses {impl}, which has no name; save its jax.random.key_data")
-        return Kind("U32", (*leaf.shape, *_key_kind(impl)[1]), 4, {"key": impl})
-    return _kind_of(leaf.dtype, tuple(leaf.shape))
+        return StoredAs("U32", (*leaf.shape, *_key_kind(impl)[1]), 4, {"key": impl})
+    return _stored_as(leaf.dtype, tuple(leaf.shape))
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind_of(dtype: np.dtype, shape: tuple[int, ...]) -> Kind:
+def _stored_as(dtype: np.dtype, shape: tuple[int, ...]) -> StoredAs:
     if dtype.kind == "c":
         half = np.dtype(f"float{dtype.itemsize * 4}")
-        return Kind(_NAMES[half.name], (*shape, 2), half.itemsize, {"dtype": dtype.name})
+        return StoredAs(_NAMES[half.name], (*shape, 2), half.itemsize, {"dtype": dtype.name})
     if dtype.name in _NAMES:
-        return Kind(_NAMES[dtype.name], shape, dtype.itemsize, {})
+        return StoredAs(_NAMES[dtype.name], shape, dtype.itemsize, {})
     if dtype.itemsize != 1:
         raise ValueError(f"the format cannot hold arrays of {dtype}")
-    return Kind("U8", shape, 1, {"dtype": dtype.name})
-
-
-@functools.cache
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return StoredAs("U8", shape, 1, {"dtype": dtype.name})
 
 
 class Inventory(NamedTuple):
     """How arrays are stored, by name, in the order of the file, so that each is aligned."""
 
-    kinds: dict[str, Kind]
+    kinds: dict[str, StoredAs]
     marks: dict[str, dict[str, str]]
     entries: str  # of the header
     size: int  # in bytes
 
 
-def inventory_of(kinds: Mapping[str, Kind]) -> Inventory:
+def inventory_of(kinds: Mapping[str, StoredAs]) -> Inventory:
     """Orders arrays of these kinds as they will be stored."""
     ordered = {name: kinds[name] for name in sorted(kinds, key=lambda name: -kinds[name].itemsize)}
     marks = {name: kind.mark for name, kind in ordered.items() if kind.mark}
@@ -246,7 +239,7 @@ def pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
 
 def in_numpy(array: Array) -> np.ndarray:
     """Returns an array in NumPy; for keys, their words."""
-    if _is_key(array.dtype):
+    if not isinstance(array.dtype, np.dtype):
         array = jax.random.key_data(array)
     return np.ascontiguousarray(array).reshape(array.shape)
 
@@ -382,7 +375,7 @@ def _narrowed(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore"):
         made = array.astype(dtype)
     # No value may change by more than rounding: to infinity, zero, or another integer. Complex ones are pairs here.
-    old, new = (np.ravel(each).view(each.real.dtype) for each in (array, made))
+    old, new = (np.ravel(each).view(np.real(each).dtype) for each in (array, made))
     at = np.isinf(new) | (new == 0) if new.dtype.kind == "f" else new != old  # few, so that little memory is needed
     if (np.isfinite(old[at]) & (old[at] != new[at])).any():
         raise ValueError(f"{name!r} has values that {dtype} cannot hold; switch on jax_enable_x64")

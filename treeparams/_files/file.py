@@ -14,7 +14,7 @@ import numpy as np
 from .._tree.structure import Spec
 from .._tree.text import in_short
 from .arrays import Inventory, Stored, decode, decoded_kind, header_text, pieces_of, prefixed, read_header, specs_of
-from .source import PIECE, FilePath, OnDisk, Source, as_text, crc32, replacing
+from .source import PIECE, FilePath, OnDisk, Source, as_path, crc32, replacing
 
 PREFIX = "treeparams."
 """Names in the metadata of a file that begin with this are reserved for this library."""
@@ -36,6 +36,7 @@ class File:
         source: where its bytes are.
         noun: the word for it in errors: a file, or a message.
         is_ours: whether `save` wrote it.
+        is_change: whether it is a message that changes another one.
         words: everything that `save` recorded about the tree.
         metadata: all other texts of the file, by name.
     """
@@ -52,7 +53,7 @@ class File:
         self.metadata = {name: said for name, said in metadata.items() if not name.startswith(PREFIX)}
         self.is_ours = len(self.metadata) < len(metadata)
         self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}, "values": {}, "message": None}
-        self._sums = ""  # the checksums of all arrays
+        self._sums, self.is_change = "", False  # the checksums of all arrays
         if self.is_ours:
             self._read_words(metadata, text)
         self._marks = self.words["marks"]
@@ -69,7 +70,8 @@ class File:
                 what = f"{self.source.name} has version {said['version']!r} of the format of treeparams.saving"
                 raise ValueError(f"{what}, but this library reads {_VERSION}; install a newer treeparams")
             self.words = {"marks": {}, "values": {}, "message": None} | said
-            self._sums = metadata[_CHECKSUMS]
+            self._sums, message = metadata[_CHECKSUMS], self.words["message"]
+            self.is_change = message is not None and message["since"] is not None
 
     @contextlib.contextmanager
     def understood(self) -> Iterator[None]:
@@ -122,7 +124,7 @@ class File:
                     raise ValueError(f"{name!r} of {self.source.name} cannot be read: {error}") from None
                 yield name, part
             # An array may take half of the memory that there is. So none is referred to while the next one is read.
-            del data, part
+            data = part = None
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
@@ -138,11 +140,8 @@ class File:
 def file_at(path: FilePath) -> File:
     """Opens the file at a path, after checking that it has all arrays of a tree."""
     file = File(OnDisk(path))
-    with file.understood():
-        if file.words["message"] is not None and file.words["message"]["since"] is not None:
-            raise ValueError(
-                f"{file.source.name} is a message that changes another one; write saving.loads(message, have)"
-            )
+    if file.is_change:
+        raise ValueError(f"{file.source.name} is a message that changes another one; write saving.loads(message, have)")
     return file
 
 
@@ -223,7 +222,7 @@ class Draft:
         The header comes first in the file and holds the checksums, which are known only when all arrays are written. So
         it is written twice: first with blanks of the same length, and in the end with the checksums.
         """
-        with replacing(as_text(path)) as file:
+        with replacing(as_path(path)) as file:
             file.write(prefixed(self._header))
             sums = list[int]()
             for name in self._names:

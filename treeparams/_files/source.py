@@ -38,7 +38,7 @@ _ALIGNED = 64  # JAX copies buffers that are not aligned like this
 _LONGEST_REASON = 500  # characters; a name may have millions
 
 
-def as_text(path: object) -> str:
+def as_path(path: object) -> str:
     """Returns the path of a file as text."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise TypeError(f"expected the path of a file, got {describe(path)}; it comes first: saving.save(path, model)")
@@ -91,7 +91,7 @@ class OnDisk(Source):
     noun, kind = "file", "safetensors file"
 
     def __init__(self, path: FilePath) -> None:
-        self.path = as_text(path)
+        self.path = as_path(path)
         self.name = repr(self.path)
         _refuse_irregular(self.path, os.stat(self.path).st_mode)  # to open a FIFO would wait for another program
         self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open for as long as this object lives

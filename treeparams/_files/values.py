@@ -58,7 +58,8 @@ def from_words(said: Sequence[str]) -> Value:
     dtype = np.dtype(name.removeprefix("numpy."))
     if kind_in_words(dtype.type) != name:
         raise ValueError(f"{name!r} is no type of numbers or texts")
-    return np.frombuffer(bytes.fromhex(text), dtype).reshape(())[()]
+    (value,) = np.frombuffer(bytes.fromhex(text), dtype)
+    return value
 
 
 @with_object

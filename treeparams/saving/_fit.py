@@ -17,7 +17,7 @@ from .._tree.structure import Spec
 from .._tree.text import describe, first_few, quoted
 from .._tree.types import Array
 from ._contents import Contents
-from ._rename import Rename, Route, Transforms, routes, stack, unstack
+from ._names import Rename, Route, Transforms, routes, stack, unstack
 from ._unlike import unlike_nodes
 
 

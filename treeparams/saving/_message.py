@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax.tree_util as jtu
 import numpy as np
 
-from .._files.arrays import Inventory, Kind, bytes_of, decode, inventory_of, kind_of, placed
+from .._files.arrays import Inventory, StoredAs, bytes_of, decode, inventory_of, placed, stored_as
 from .._files.file import Draft, File
 from .._files.names import name_of
 from .._files.source import InMemory, aligned, crc32
@@ -23,7 +23,7 @@ from .._tree.text import describe, first_few, first_lines
 from .._tree.types import is_complex
 from ._contents import Contents
 from ._resume import with_histories
-from ._save import filled, fitted, leaves_in, stored_in
+from ._save import fitted, leaves_in, restored, stored_in
 from ._unlike import unlike_leaves
 
 M = TypeVar("M")
@@ -112,7 +112,7 @@ def _sent(model: Any, restructure: object) -> tuple[Inventory, _Bytes, dict[str,
     """Returns how the arrays of a message are stored, their bytes by name, and the words beside its version."""
     if restructure is None:
         leaves, words = stored_in(model, "write saving.dumps(model)")
-        kinds = {name: kind_of(name, leaf) for name, leaf in leaves.items()}
+        kinds = {name: stored_as(name, leaf) for name, leaf in leaves.items()}
         return inventory_of(kinds), {name: bytes_of(leaf) for name, leaf in leaves.items()}, words
     layout, form = _layout_and_form(restructure)
     return _inventory(form), _bytes_in(form, model), {"layout": layout.digest, "ties": {}, "states": {}}
@@ -176,14 +176,14 @@ def _tree_from(received: "_Message", have: Any) -> Any:
         if contents.abstract:
             raise ValueError("the message changes arrays, but `have` has no values: expected arrays")
         stored = {name: contents.leaves[i] for name, i in leaves_in(contents, received).items() if i in contents.names}
-        kinds = {name: kind_of(name, leaf) for name, leaf in stored.items()}
+        kinds = {name: stored_as(name, leaf) for name, leaf in stored.items()}
         received.complete(kinds, {name: bytes_of(leaf) for name, leaf in stored.items()})
     leaves = fitted(contents, received)
     frozen = contents.frozen.intersection(contents.stored.values())
     differ = {name for name, i in leaves.items() if i in frozen}.symmetric_difference(received.words["frozen"])
     if differ:
         raise ValueError(f"the message does not fit the tree: only one of them declares {min(differ)!r} as frozen")
-    return filled(contents, leaves, received, received.owned())
+    return restored(contents, leaves, received, received.owned())
 
 
 def _form_from(received: "_Message", have: Any, restructure: object) -> Any:
@@ -224,9 +224,8 @@ def _check_version(received: "_Message", have: _Version | None) -> None:
     if have is not None and not _is_newer(received.version, have):
         what = f"the message has version {received.version}, and you have {have}"
         raise ValueError(f"{what}: it is old, came twice, or counts otherwise")
-    last = have if received.since is None else received.since["version"]
-    if have is not None and last != have:
-        raise ValueError(f"the message has the changes from version {last}, and you have {have}; {_ALL}")
+    if have is not None and received.since is not None and received.last != have:
+        raise ValueError(f"the message has the changes from version {received.last}, and you have {have}; {_ALL}")
 
 
 # -- A file in memory: all arrays, or changes of arrays that both have -------------------------------------------------
@@ -238,7 +237,8 @@ class _Message(File):
     Attributes:
         is_tree: whether it is of a tree; otherwise it is of the parameters in a vector or stacks.
         version: the version of the arrays, or `None`.
-        since: for a change, the version and the arrays that it changes.
+        since: for a change, what it says of the arrays that it changes.
+        last: for a change, their version.
     """
 
     def __init__(self, message: object) -> None:
@@ -248,13 +248,12 @@ class _Message(File):
             # A file that `save` wrote is a message too.
             said = self.words["message"] or {"is_tree": True, "version": None, "since": None}
             self.is_tree, self.version, self.since = said["is_tree"], _as_version(said["version"]), said["since"]
-            if self.since is not None:
-                self.since = {**self.since, "version": _as_version(self.since["version"])}
+            self.last = None if self.since is None else _as_version(self.since["version"])
         data = np.asarray(source.bytes)[self._first :]
         self._parts = {name: data[start:stop] for name, (_, _, start, stop) in self._arrays.items()}
         self._have = dict[str, tuple[np.ndarray, int]]()  # the arrays of which elements change, and the size of these
 
-    def complete(self, kinds: Mapping[str, Kind], have: _Bytes) -> None:
+    def complete(self, kinds: Mapping[str, StoredAs], have: _Bytes) -> None:
         """Takes what a change leaves out from the arrays that you have, as if the sender had sent all of them.
 
         Args:
@@ -302,19 +301,21 @@ class _Message(File):
             yield name, decode(self._arrays[name], self._marks.get(name), data.pop(name))
 
 
-def _change_of(kinds: Mapping[str, Kind], before: _Bytes, after: _Bytes) -> tuple[Inventory, _Bytes, dict[str, Any]]:
+def _change_of(
+    kinds: Mapping[str, StoredAs], before: _Bytes, after: _Bytes
+) -> tuple[Inventory, _Bytes, dict[str, Any]]:
     """Returns how the arrays of a change are stored, their bytes, and the words of the message about them.
 
     An array is sent as rows (`_rows_of`), none if no bit of it has changed; or whole if the rows do not save enough.
     """
     rows = {name: _rows_of(before[name], part, kinds[name].itemsize) for name, part in after.items()}
     changed = {name: each for name, each in rows.items() if each is not None}
-    sent = dict(kinds) | {name: Kind("U8", each.shape, 1, {}) for name, each in changed.items()}
+    sent = dict(kinds) | {name: StoredAs("U8", each.shape, 1, {}) for name, each in changed.items()}
     how = {"checksum": _checksum_of(kinds, before), "changed": list(changed)}
     return inventory_of(sent), {**after, **changed}, how
 
 
-def _checksum_of(kinds: Mapping[str, Kind], parts: _Bytes) -> str:
+def _checksum_of(kinds: Mapping[str, StoredAs], parts: _Bytes) -> str:
     """Returns a checksum of arrays with their names and dtypes, whatever their order."""
     lines = [f"{name} {kinds[name].dtype} {crc32(parts[name])}\n" for name in sorted(parts)]
     return str(crc32("".join(lines).encode()))
@@ -372,11 +373,11 @@ def _layout_and_form(restructure: object) -> tuple[Layout, Form]:
 @with_object
 def _inventory(form: Form) -> Inventory:
     """Returns how the parameters in a form are stored, by name, each in its own dtype; senders often ask."""
-    kinds = dict[str, Kind]()
+    kinds = dict[str, StoredAs]()
     for slot, path in enumerate(form.paths):
         block, number = form.locations[slot]
         zero = np.zeros((), form.blocks[block].dtypes[number])
-        kinds[name_of(path)] = kind_of(path, np.broadcast_to(zero, form.blocks[block].shapes[number]))
+        kinds[name_of(path)] = stored_as(path, np.broadcast_to(zero, form.blocks[block].shapes[number]))
     return inventory_of(kinds)
 
 
@@ -384,7 +385,7 @@ def _bytes_in(form: Form, given: Any) -> _Bytes:
     """Returns the bytes of the parameters in a vector or stacks, each in its own dtype; without a copy if possible."""
     found = dict[str, np.ndarray]()
     for block, names, leaf in zip(form.blocks, _names(form), form.leaves(given), strict=True):
-        kind_of(form.noun, leaf)  # refuses arrays without values
+        stored_as(form.noun, leaf)  # refuses arrays without values
         flat = np.asarray(leaf).reshape(-1)
         if _is_as_stored(block, flat.dtype):
             found |= zip(names, _cut(block, flat.view(np.uint8)), strict=True)

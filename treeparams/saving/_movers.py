@@ -28,7 +28,7 @@ from .._tree.text import describe
 from .._tree.types import common_dtype, is_complex
 from ._contents import Contents
 from ._fit import Move
-from ._rename import Route, stack, unstack
+from ._names import Route, stack, unstack
 
 
 class Movers:

@@ -18,8 +18,7 @@ from ..optim._state import TrainableState
 from ._contents import Contents
 from ._fit import Fit, compared, filled, fit, shown
 from ._movers import Movers
-from ._names import names_of, names_of_contents
-from ._rename import Rename, Transforms
+from ._names import Rename, Transforms, names_of, names_of_contents
 from ._states import carried_average, carried_state
 
 M = TypeVar("M")

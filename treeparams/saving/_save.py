@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .._files.arrays import Like, inventory_of, kind_of, placed, placed_in_turn
+from .._files.arrays import Like, inventory_of, placed, placed_in_turn, stored_as
 from .._files.file import PREFIX, Draft, File, file_at
 from .._files.names import is_below, name_of
-from .._files.source import FilePath, OnDisk, as_text
+from .._files.source import FilePath, OnDisk, as_path
 from .._files.values import LONG, from_words, histories_in
 from .._slots.ties import Alias
 from .._tree.paths import join_path
@@ -78,7 +78,7 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
             which would not be saved. `save` looks at the objects that the leaf itself refers to: its attributes,
             `__wrapped__` of a function, the arguments of a partial. It does not look further, nor into closures.
     """
-    as_text(path)
+    as_path(path)
     said = {} if metadata is None else metadata
     if not isinstance(said, Mapping) or not all(isinstance(each, str) for pair in said.items() for each in pair):
         raise TypeError(f"metadata must be a dictionary of texts, {{str: str}}, got {said!r}")
@@ -86,7 +86,7 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
         raise ValueError(f"metadata {list(said)}: names that start with {PREFIX!r} are reserved")
     leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
     with naming_deleted(model):
-        inventory = inventory_of({name: kind_of(name, leaf) for name, leaf in leaves.items()})
+        inventory = inventory_of({name: stored_as(name, leaf) for name, leaf in leaves.items()})
         Draft(inventory, words, said).to_disk(path, leaves)
 
 
@@ -241,7 +241,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
             every difference.
         TypeError: the path does not come first.
     """
-    as_text(path)
+    as_path(path)
     _check_tree(like, "the path comes first: saving.load(path, like)")
     file = file_at(path)
     if not file.is_ours:
@@ -249,7 +249,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     with file.understood():
         contents = Contents(with_histories(like, file))
         leaves = fitted(contents, file)
-    return filled(contents, leaves, file, file.arrays(file.specs, checksum))
+    return restored(contents, leaves, file, file.arrays(file.specs, checksum))
 
 
 def fitted(contents: Contents, file: File) -> dict[str, int]:
@@ -271,7 +271,7 @@ def fitted(contents: Contents, file: File) -> dict[str, int]:
     return leaves
 
 
-def filled(contents: Contents, leaves: Mapping[str, int], file: File, arrays: Iterator[tuple[str, Any]]) -> PyTree:
+def restored(contents: Contents, leaves: Mapping[str, int], file: File, arrays: Iterator[tuple[str, Any]]) -> PyTree:
     """Returns the tree with the arrays, numbers and texts of a file that fits."""
 
     def with_its_leaf(name_and_array: tuple[str, Any]) -> tuple[int, Like]:
