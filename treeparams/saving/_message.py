@@ -237,7 +237,7 @@ class _Message(File):
     Attributes:
         is_tree: whether it is of a tree; otherwise it is of the parameters in a vector or stacks.
         version: the version of the arrays, or `None`.
-        since: for a change, what it says of the arrays that it changes.
+        since: for a change, the words about the arrays that it changes.
         last: for a change, their version.
     """
 
@@ -254,7 +254,7 @@ class _Message(File):
         self._have = dict[str, tuple[np.ndarray, int]]()  # the arrays of which elements change, and the size of these
 
     def complete(self, kinds: Mapping[str, StoredAs], have: _Bytes) -> None:
-        """Takes what a change leaves out from the arrays that you have, as if the sender had sent all of them.
+        """Adds the rest of each array from those that you have, as if the sender had sent all of them.
 
         Args:
             kinds: how these are stored, by name.

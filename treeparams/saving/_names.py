@@ -91,7 +91,7 @@ def routes(
     The targets determine into how many rows an array is unstacked; without targets, its leading axis does.
 
     Returns:
-        The routes of arrays by name, the names that are dropped, and the targets that keep what they have.
+        The routes of arrays by name, the names that are dropped, and the targets that keep their arrays.
     """
     for name, given in (("transform", transform), ("rename", rename)):
         if not (given is None or isinstance(given, Mapping) or (name == "rename" and callable(given))):
@@ -172,8 +172,8 @@ class _Entry:
         ours, theirs = ({len(glob.stars) for glob in side} for side in (self.lefts, self.rights))
         self._surplus = max(ours) - max(theirs) if self.rights else 0
         # A star more on one side tells rows of a stack apart; so there is one glob on each side.
-        longer: Sequence[Glob] = (self.lefts if self._surplus > 0 else self.rights)[:1]
-        can_stack = not self._is_many and abs(self._surplus) == 1 and "*" in longer[0].stars
+        longer = (self.lefts if self._surplus > 0 else self.rights)[:1]
+        can_stack = not self._is_many and abs(self._surplus) == 1 and any("*" in glob.stars for glob in longer)
         if self.rights and (max(len(ours), len(theirs)) > 1 or (self._surplus and not can_stack)):
             what = f"rename, {left!r}: the stars of {right!r} are not those of the left side"
             raise ValueError(f"{what}; one more '*' on the left stacks arrays, one more on the right unstacks one")

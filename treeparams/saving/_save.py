@@ -119,7 +119,7 @@ def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, An
 
 
 def _check_tree(tree: object, instead: str) -> None:
-    """Rejects what is not a tree of arrays: a text or a path, because two arguments may be in PyTorch's order."""
+    """Rejects anything but a tree of arrays: a text or a path, because two arguments may be in PyTorch's order."""
     if isinstance(tree, (str, bytes, os.PathLike)):
         raise TypeError(f"expected a tree of arrays, got the text or path {tree!r}; {instead}")
     if isinstance(tree, (type, ModelTransformation)):
