@@ -93,7 +93,7 @@ LIMITS = {"layout, first time": 240, "grad": 60, "ravel": 56, "partition": 44}
 LIMITS |= {"update, tree": 80, "update, vector": 104, "update, stacks": 150}
 LIMITS |= {f"jit of {name}": 90 for name in ("state", "Ema", "Rest")}
 # In how many files, as it is: whoever follows a call reads no more of them, beside that of the answer to a slip.
-FILES = {"layout, first time": 10, "grad": 7, "ravel": 8, "partition": 5, "step": 14}
+FILES = {"layout, first time": 10, "grad": 7, "ravel": 8, "partition": 5, "step": 10}
 OF_OPTIM = {"update": 55, "step": 85, "set_trainable": 250, "first init, vector": 1900, "first init, stacks": 2300}
 OF_SAVING = {"save": 90, "load": 100, "save, state": 220, "load, state": 340, "plan": 200, "Plan.state": 250}
 

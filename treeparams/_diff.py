@@ -111,7 +111,12 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     """
     tolerance = _tolerance("atol", atol), _tolerance("rtol", rtol)
     if isinstance(a, Layout) or isinstance(b, Layout):
-        return _diff_of_layouts(a, b)
+        if isinstance(a, Layout) and isinstance(b, Layout):
+            return a.diff(b)
+        other = type(b if isinstance(a, Layout) else a).__name__
+        raise TypeError(
+            f"expected two models or two layouts, got a Layout and a {other}; make a layout of both, tp.layout(model)"
+        )
     if _is_of_files(a) or _is_of_files(b):
         return _diff_by_name(a, b, tolerance)
     ours, _, these = structure_of(a)
@@ -164,15 +169,6 @@ def _leaf_rows(
         if of_jax:
             yield from _sharding_rows(path, here, there)
         yield from _element_rows(path, here, there, tolerance)
-
-
-def _diff_of_layouts(a: Any, b: Any) -> Diff:
-    if isinstance(a, Layout) and isinstance(b, Layout):
-        return a.diff(b)
-    other = type(b if isinstance(a, Layout) else a).__name__
-    raise TypeError(
-        f"expected two models or two layouts, got a Layout and a {other}; make a layout of both, tp.layout(model)"
-    )
 
 
 def _weak_type_rows(path: str, *leaves: tuple[Spec, object]) -> Iterator[Difference]:

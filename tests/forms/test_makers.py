@@ -14,7 +14,7 @@ from treeparams import optim, saving, sharding
 from treeparams._forms.block import Block
 from treeparams._forms.form import Form
 from treeparams.optim._state import ModelTransformation
-from treeparams.optim._trainable import Rule
+from treeparams.optim._step import Rule
 from treeparams.sharding import _placement
 
 from ..long import LONG
@@ -29,18 +29,17 @@ def dtypes_of(layout, multiple=1):
     members = {}
     for number, slot in enumerate(layout.slots):
         members.setdefault(str(slot.dtype), []).append(number)
-    treedef, blocks = jax.tree.structure(dict.fromkeys(members, 0)), []
-    for dtype in sorted(members):
-        shapes, sizes = zip(*[(layout.slots[n].shape, layout.slots[n].size) for n in members[dtype]], strict=True)
-        length = -(-sum(sizes) // multiple) * multiple
-        blocks.append(Block.vector(shapes, [jnp.dtype(dtype)] * len(shapes), jnp.dtype(dtype), length))
-    slots = tuple([tuple(members[dtype]) for dtype in sorted(members)])
-    return Form(treedef, tuple(blocks), slots, layout.paths, "a vector for each dtype")
+
+    def block_of(slots):
+        length = -(-sum(slot.size for slot in slots) // multiple) * multiple
+        return Block.vector(slots, slots[0].dtype, length)
+
+    return Form.of(members, layout.slots, layout.paths, "a vector for each dtype", block_of)
 
 
 def dtypes(tx, trainable=None):
     """As `optim.trainable(..., form="vector")`, over one vector for each dtype."""
-    rule = Rule(tx, trainable, dtypes_of)
+    rule = Rule(optax.with_extra_args_support(tx), trainable, dtypes_of)
     return ModelTransformation(rule.init, rule.update)
 
 

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.core import Tracer
 
 import treeparams as tp
 from treeparams import optim
 
 from ..zoo import VECTOR, assert_close, assert_same, bits, ramp
-from .test_forms import Layer, _loss, _net, clip, matrices, rows
+from .test_forms import _loss, _net, clip, rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -35,46 +34,6 @@ def _row(state, path):
 
 def _moved(updates):
     return {path for path, leaf in tp.trainables(updates).items() if np.any(np.asarray(leaf) != 0)}
-
-
-def _in_turns(turns):
-    """Plain Optax: each layer has a state of its own, and waits by not being called."""
-    params, rest = tp.partition(_net())
-    parts = {f"layers.{i}": layer for i, layer in enumerate(params["layers"])} | {"out": params["out"]}
-    states, norm = {name: RULE.init(part) for name, part in parts.items()}, clip(0.5).init(params)
-    for turn in turns:
-        net = tp.combine({"layers": [parts[f"layers.{i}"] for i in range(3)], "out": parts["out"]}, rest)
-        grads = tp.grad(_loss)(net)
-        here, norm = clip(0.5).update({f"layers.{turn}": grads["layers"][turn], "out": grads["out"]}, norm)
-        for name, gradient in here.items():
-            steps, states[name] = RULE.update(gradient, states[name], parts[name])
-            parts[name] = optax.apply_updates(parts[name], steps)
-    return parts, states, norm
-
-
-def test_another_layer_each_step_is_optax_by_hand():
-    turns, (params, rest) = [0, 0, 2, 1, 2, 2, 0], tp.partition(_net())
-
-    def one(carry, turn):
-        net = tp.combine(carry[0], rest)
-        grads = tp.grad(_loss)(net)
-        # What must not be looked at where a layer waits.
-        spoilt = lambda i, layer: jax.tree.map(lambda x: jnp.where(turn == i, x, [np.nan, np.inf, 9.0][i]), layer)
-        grads["layers"] = [spoilt(i, layer) for i, layer in enumerate(grads["layers"])]
-        active = {f"layers.{i}": turn == i for i in range(3)}
-        net, state = optim.step(CLIPPED, grads, carry[1], net, active=active)
-        return (tp.partition(net)[0], state), None
-
-    run = jax.jit(lambda *start: jax.lax.scan(one, start, jnp.array(turns))[0], donate_argnums=(0, 1))
-    got, state = run(params, CLIPPED.init(_net()))
-    parts, states, norm = jax.jit(functools.partial(_in_turns, turns))()
-    assert_close(([*got["layers"], got["out"]], state.runs[0][0]), ([*parts.values()], norm), 1e-6)
-    assert [int(each[0].count) for each in states.values()] == [3, 1, 3, 7]
-    for name, kept in states.items():
-        for path in [name] if name == "out" else [f"{name}.w", f"{name}.b"]:
-            pick = lambda node, path=path: getattr(node, path[-1]) if isinstance(node, Layer) else node
-            want = jax.tree.map(pick, kept, is_leaf=lambda node: isinstance(node, Layer))
-            assert_close(_row(state, path), jax.tree.leaves(want), 1e-6)
 
 
 def test_any_choice_is_one_trace_and_moves_the_same_bits_as_if_all_moved():
@@ -115,33 +74,6 @@ def test_what_waits_keeps_its_bits():
             assert_close(after["moves"], np.float32(0.85) * more)
 
 
-def test_who_is_named_and_the_first_entry():
-    shared, linear = ramp(4, 4), eqx.filter_eval_shape(eqx.nn.Linear, 4, 4, key=jax.random.key(0))
-    linear = jax.tree.map(lambda leaf: ramp(*leaf.shape), linear)
-    model = {"a": [Layer(shared, ramp(4), ramp(4)), linear], "z": shared, "s": ramp()}
-    tx, everything = optim.trainable(optax.sgd(1.0), form="stacks"), {"a.0.w", "a.0.b", "a.1.weight", "a.1.bias", "s"}
-    cases = (
-        ({}, set()),
-        (None, set()),
-        ({("a.0.w", "z"): False}, {"a.0.w"}),
-        ({"**.b*": False}, {"a.0.b", "a.1.bias"}),
-        ({eqx.nn.Linear: False}, {"a.1.weight", "a.1.bias"}),
-        ({lambda model: model["a"][0].w: False}, {"a.0.w"}),
-        ({matrices: False}, {"a.0.w", "a.1.weight"}),
-        ({("a.*", "!a.1"): False}, {"a.0.w", "a.0.b"}),
-        ({"a.0.b": False, "a": True, "**": False}, {"s", "a.0.b"}),
-        ({"**": False}, everything),
-    )
-    grads = tp.partition(model)[0]
-
-    @jax.jit
-    def steps(state):
-        return [tp.trainables(tx.update(grads, state, model, active=active)[0]) for active, _ in cases]
-
-    for updates, (_, waits) in zip(steps(tx.init(model)), cases, strict=True):
-        assert {path for path, leaf in updates.items() if np.any(np.asarray(leaf) != 0)} == everything - waits
-
-
 def test_errors_of_active(without_type_checks):
     net, state = _net(), CLIPPED.init(_net())
     for active, error, match in (
@@ -180,25 +112,6 @@ def test_what_holds_state_must_be_kept_by_row_for_rows_to_wait(name):
             jax.eval_shape(functools.partial(tx.update, active=active), wrong, state, net)
     _, after = jax.eval_shape(functools.partial(tx.update, active={"**": True}), grads, state, net)
     assert jax.tree.structure(after) == jax.tree.structure(state)
-
-
-def test_what_a_rule_keeps_row_by_row_outside_of_per_leaf_waits_too():
-    net, tx = (
-        _net(),
-        optim.trainable(
-            optax.chain(optax.trace(0.9), optim.clip_by_global_norm(1e9), optax.scale(-0.1)), form="stacks"
-        ),
-    )
-    grads = tp.partition(net)[0]
-    _, state = tx.update(grads, tx.init(net), net)
-    updates, after = tx.update(grads, state, net, active={"layers.0": False})
-    want, both = tx.update(grads, state, net)
-    for path in state.layout.paths:
-        key, number = state.layout[path].key, state.layout[path].row
-        trace = (state if path.startswith("layers.0") else both).runs[0][0].trace[key][number]
-        np.testing.assert_array_equal(after.runs[0][0].trace[key][number], trace)
-    assert not any(np.any(step) for step in jax.tree.leaves(updates["layers"][0]))
-    assert_same((updates["layers"][1:], updates["out"]), (want["layers"][1:], want["out"]))
 
 
 def test_a_history_waits_whole_without_rows():
@@ -252,55 +165,6 @@ def test_rows_without_a_gradient_wait_and_have_no_update(name):
         assert_same(unmoved, state)
 
 
-def test_a_first_step_without_any_gradient_is_warned_of_and_one_that_is_told_to_wait_is_not():
-    net, tx = _net(), optim.trainable(rows(RULE), form="stacks")
-    state = tx.init(net)
-    for flag in (False, jnp.array(False)):
-        _, after = tx.update(tp.copy(net), state, net, active={"**": flag})
-        assert_same(after, state)
-    with pytest.warns(UserWarning, match="no gradient so far for layers.0.w.*, which the state trains"):
-        tx.update({}, state, net)
-
-
-def test_gradients_among_the_extra_arguments_are_zero_where_rows_wait():
-    net, seen, (_, key, row) = _net(), [], PLACE("out")
-
-    def look(grads, state, params=None, *, grad, grad_fn=lambda _: {}, **_):
-        trees = (grads, grad, grad_fn(params))
-        seen.extend(np.asarray(tree[key][row]) for tree in trees if key in tree and not isinstance(tree[key], Tracer))
-        return grads, state
-
-    tx, grads = (
-        optim.trainable(optax.GradientTransformationExtraArgs(lambda params: (), look), form="stacks"),
-        gradient(net),
-    )
-    state, spoilt = tx.init(net), np.full(4, np.nan, np.float32)
-    for out, active in ((None, {}), (spoilt, {"out": False}), (spoilt, {"out": jnp.array(False)}), (grads["out"], {})):
-        given = grads | {"out": out}
-        tx.update(given, state, net, grad=given, grad_fn=lambda net, given=given: given, active=active)
-    np.testing.assert_array_equal(seen, [*np.zeros((9, 4)), *[grads["out"]] * 3])
-
-
-def test_a_frozen_row_takes_its_own_clock_with_it():
-    net, grads = _net(), tp.partition(_net())[0]
-    state = CLIPPED.init(net)
-    at = lambda state: [int(_row(state, f"layers.{i}.w")[0]) for i in range(3)]
-    for turn in (0, 0, 1):
-        _, state = update(grads, state, net, active={f"layers.{i}": i == turn for i in range(3)})
-    assert at(state) == [2, 1, 0]
-    held = optim.set_trainable(CLIPPED, state, net, ["layers.1", "layers.2", "out"])
-    assert_same(optim.set_trainable(CLIPPED, held, net), state)
-    key, where = PLACE("layers.0.w")[1], optim.set_trainable(CLIPPED, state, net, "layers.[12]")
-    assert [list(map(int, run[1].states[key][0].count)) for run in (*where.runs, *where.held)] == [[1, 0], [2]]
-    _, held = update(grads, held, net, active={"layers.2": jnp.array(False)})
-    back = optim.set_trainable(CLIPPED, held, net)
-    assert len(back.runs) == 2
-    updates, last = update(grads, back, net, active={"layers.1": jnp.array(False)})
-    assert "layers.1.w" not in _moved(updates)
-    counts = {i: [int(c) for c in run[1].states[key][0].count] for i, run in enumerate(last.runs)}
-    assert sorted(counts.values()) == [[2, 1], [3]]
-
-
 FALLING = optax.sgd(optax.linear_schedule(0.1, 0.02, 8), momentum=0.5)
 AS_ONE = optim.trainable(rows(FALLING), form="stacks")
 some = st.sets(st.sampled_from("abcd"))
@@ -327,33 +191,3 @@ def test_any_sequence_of_choices_and_flags_is_each_leafs_own_run(stages):
                 want[name] = leaf - (0.1 - 0.01 * count) * trace, trace, min(count + 1, 8)
         for name, (leaf, *_) in want.items():
             np.testing.assert_allclose(model[name], leaf, rtol=1e-5)
-
-
-def test_each_model_of_an_ensemble_has_flags_of_its_own():
-    nets = jax.tree.map(lambda leaf: jax.device_put(np.stack([leaf, np.asarray(leaf) + 1])), _net())
-    flags = np.array([[True, False, True], [False, False, True]])
-
-    def run(net, flags):
-        state = CLIPPED.init(net)
-        for _ in range(2):
-            active = {f"layers.{i}": flags[i] for i in range(3)}
-            net, state = optim.step(CLIPPED, tp.grad(_loss)(net), state, net, active=active)
-        return net, state
-
-    both_ways = jax.jit(lambda *args: (jax.vmap(run)(*args), jax.lax.map(lambda each: run(*each), args)))
-    assert_close(*both_ways(nets, flags), 1e-6)
-
-
-def test_more_layers_take_no_more_masks():
-    tx = optim.trainable(rows(optax.sgd(0.1, momentum=0.9)), form="stacks")
-
-    def masks(layers):
-        net = {"layers": [{"w": ramp(2, 2), "b": ramp(2)} for _ in range(layers)]}
-
-        def one(net, state, flags):
-            return tx.update(tp.copy(net), state, net, active={f"layers.{i}": flags[i] for i in range(layers)})
-
-        text = jax.jit(one).lower(net, tx.init(net), np.ones(layers, bool)).as_text()
-        return text.count("stablehlo.select") + text.count("call @_where")
-
-    assert masks(9) == masks(3) > 0

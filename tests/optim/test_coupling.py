@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from treeparams import optim
-from treeparams.optim._coupling import coupling
+from treeparams.optim._per_leaf import coupling
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -38,7 +38,7 @@ COUPLED = {
 @pytest.mark.parametrize("name", COUPLED)
 def test_refuses_what_couples_leaves(name):
     make, match = COUPLED[name]
-    instead = r"around it: optax.chain\(optim.clip_by_global_norm\(1.0\), optim.per_leaf\(...\)\)"
+    instead = r"put it around, optax.chain\(optim.clip_by_global_norm\(1.0\), optim.per_leaf\(...\)\)"
     with pytest.raises(ValueError, match=rf"(?s){match}.*{instead}"):
         optim.per_leaf(make()).init(MODEL)
 
@@ -46,7 +46,8 @@ def test_refuses_what_couples_leaves(name):
 def _of_pairs(f):
     """A rule of `f(a, b, count) -> (a, b)` over two leaves."""
     update = lambda grads, count, params=None: ([*f(*grads, count)], count + 1)
-    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+    rule = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+    return optax.with_extra_args_support(rule)
 
 
 def _exchanged(a, b):
@@ -118,4 +119,4 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_finds_what_comes_by_way_of(name):
-    assert coupling(optax.GradientTransformationExtraArgs(*WAYS[name]), VECTOR, {}) == UPDATE
+    assert coupling(optax.with_extra_args_support(optax.GradientTransformation(*WAYS[name])), VECTOR, {}) == UPDATE

@@ -12,8 +12,6 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import assert_close
-
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -40,7 +38,6 @@ def _model():
 LAYOUT = tp.layout(_model(), ties={"decoder": ("embed", jnp.transpose)})
 rows, clip = optim.per_leaf, optim.clip_by_global_norm
 matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
-by_rank = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 def _loss(model):
@@ -58,19 +55,13 @@ def _groups(of):
 
 EQUAL = {  # within `of`, over stacks, is what looks at each leaf
     "clip and lamb": lambda of: optax.chain(clip(0.5), of(optax.lamb(0.1))),
-    "adamw as it is": lambda of: optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.5),
-    "injected": lambda of: optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(0.1),
     "MultiSteps around": lambda of: optax.MultiSteps(of(optax.lamb(0.1)), 2),
-    "apply_if_finite around": lambda of: optax.apply_if_finite(of(optax.lion(0.1)), 3),
     "groups in a chain": _groups,
-    "layers at rest": lambda of: optim.groups({"layers": optax.set_to_zero()}, default=of(optax.novograd(0.1))),
 }
 BLIND = {  # over a vector, rules of each kind that treats all elements alike
-    "element-wise": optax.adamw(optax.linear_schedule(0.1, 0.01, 3)),
     "global norm": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1, momentum=0.9)),
     "further arguments": optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(3)),
     "memory of steps": optax.chain(optax.scale_by_lbfgs(memory_size=2), optax.scale(-0.01)),
-    "a second iterate": optax.contrib.schedule_free_sgd(0.1),
     "wrapped": optax.MultiSteps(optax.inject_hyperparams(optax.lion, hyperparam_dtype=jnp.float32)(0.1), 2),
 }
 
@@ -99,61 +90,14 @@ def test_equals_optax_leaf_by_leaf(form, name):
     got, want = jax.jit(lambda params: [after(tx, params) for tx in txs])(params)
     for path, leaf in tp.trainables(want).items():
         here, wide, start = (np.asarray(tp.trainables(tree)[path], np.float32) for tree in (got, want, params))
-        assert (np.max(np.abs(wide - start)) > 1e-3) is not (name == "layers at rest" and "layers" in path)
+        assert np.max(np.abs(wide - start)) > 1e-3
         # The products of Muon are added up in another order where XLA optimises: some tens of roundings in five steps.
         np.testing.assert_allclose(here, wide, *[1e-2 if leaf.dtype == jnp.bfloat16 else 1e-5] * 2)
 
 
-def test_plain_optax_and_averages_of_stacks_are_those_of_the_leaves():
-    stacks, restructure = tp.stack(_model(), LAYOUT)
-    tx, leaves = optax.chain(clip(0.5), optax.adamw(0.1)), tp.trainables(_model(), LAYOUT)
-
-    @jax.jit
-    def run(params):
-        state, ema, average = tx.init(params), tp.Ema(params, 0.5, debias=True), params
-        for _ in range(2):
-            updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
-            params = optax.apply_updates(params, updates)
-            ema, average = ema.update(params), tp.ema(average, params, decay=0.5)
-        return [params, ema.average, average, tp.copy(updates)], tp.global_norm(params)
-
-    (got, norm), (want, whole) = run(stacks), run(leaves)
-    for ours, theirs in zip(got, want, strict=True):
-        assert_close(tp.trainables(restructure(ours), LAYOUT), theirs, 1e-2)
-        assert_close(tp.trainables(restructure(ours), LAYOUT)["embed"], theirs["embed"], 1e-6)
-    np.testing.assert_allclose(norm, whole, 1e-6)
-
-
 # -- What is refused at init -------------------------------------------------------------------------------------------
 
-AWARE = {
-    "muon": optax.contrib.muon(0.1),
-    "adafactor": optax.adafactor(0.1),
-    "adafactor without norms": optax.adafactor(
-        0.1, min_dim_size_to_factor=2, multiply_by_parameter_scale=False, clipping_threshold=None
-    ),
-    "lamb": optax.lamb(0.1),
-    "lars": optax.lars(0.1),
-    "a mask by rank": optax.adamw(0.1, mask=by_rank),
-    "clip_by_block_rms": optax.clip_by_block_rms(1.0),
-    "noise": optax.add_noise(0.1, 0.1, 0),
-    "in a group by shape": optim.groups({matrices: optax.lamb(0.1)}, default=optax.sgd(0.1)),
-    "in a group of some shapes": optim.groups(
-        {tp.leaves(lambda path, leaf: leaf.size == 6): optax.chain(clip(1.0), optax.lamb(0.1))}, default=optax.sgd(0.1)
-    ),
-}
 pair = lambda *shape: [_normal(*shape, seed=i) for i in range(2)]
-MANY = [*pair(3), *pair(2, 3), *pair(2, 3, 4), _normal(7), _normal(7, 7)]
-
-
-@pytest.mark.parametrize("name", AWARE)
-def test_refuses_what_looks_at_a_leaf_by_itself(name):
-    match = r"inside optim.per_leaf: optax.chain\(optim.clip"
-    with pytest.raises(ValueError, match=match):
-        optim.trainable(AWARE[name], form="stacks").init(MANY)
-    for model in [pair(3), [pair(3), _normal()]] if name == "muon" else []:
-        with pytest.raises(ValueError, match=match):
-            jax.eval_shape(optim.trainable(AWARE[name], form="stacks").init, model)
 
 
 def test_a_rule_is_tried_once_for_each_model():
@@ -196,15 +140,6 @@ def test_rows_wait_beside_a_group_without_parameters(way):
 # -- A vector ----------------------------------------------------------------------------------------------------------
 
 
-def test_refuses_what_looks_at_leaves_or_their_names():
-    for rule, match in (
-        (optim.groups({"out": optax.sgd(0.1)}, default=optax.adam(0.1)), "or at their names"),
-        (optax.MultiSteps(optax.scale_by_trust_ratio(), 300), "looks at the shapes"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            optim.trainable(rule, form="vector").init(_net())
-
-
 def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
     calls = []
 
@@ -221,39 +156,3 @@ def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
     np.testing.assert_array_equal(tx.update(tp.copy(model), state, model, temperature=3.0)[0]["a"], 3.0)
     tx.init(model)
     assert len(calls) == tried + 1
-
-
-def test_none_counts_as_zero():
-    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    tx = optim.trainable(optax.sgd(1.0, momentum=0.5), form="vector")
-    _, state = tx.update(tp.copy(model), tx.init(model), model)
-    updates, state = tx.update({"a": jnp.zeros(2), "b": None}, state, model)
-    np.testing.assert_array_equal(state.runs[0][0].trace, 0.5)
-    np.testing.assert_array_equal(updates["b"], updates["a"])
-
-
-def test_the_state_is_one_vector_of_the_layout_and_outlives_a_freeze():
-    model = {"a": jnp.ones((2, 3)), "b": jnp.ones(4, jnp.bfloat16), "c": jnp.ones(1)}
-    layout, rule = tp.layout(model), optax.sgd(0.1, momentum=0.9)
-    tx, plain = optim.trainable(rule, layout, form="vector"), optim.trainable(rule)
-    state, other = jax.jit(tx.init)(model), plain.init(model)  # the trial is done within a trace, too
-    assert (state.runs[0][0].trace.shape, state.runs[0][0].trace.dtype) == ((layout.size,), layout.dtype)
-    _, state = tx.update(tp.copy(model), state, model)
-    _, other = plain.update(tp.copy(model), other, model)
-    state = optim.set_trainable(tx, optim.set_trainable(tx, state, model, "b"), model)
-    got, want = tx.update(tp.copy(model), state, model)[0], plain.update(tp.copy(model), other, model)[0]
-    assert_close(got, want, 1e-2)
-    assert_close((got["a"], got["c"]), (want["a"], want["c"]), 1e-6)
-
-
-@pytest.mark.parametrize("transform", [jax.vmap, jax.jit, jax.grad, lambda f: jax.jit(jax.vmap(f))])
-def test_under_a_traced_rate(transform):
-    # Of a traced rate the trial knows no value, so there is none.
-    model = {"a": jnp.ones(2), "b": jnp.ones(1)}
-
-    def after(rate):
-        tx = optim.trainable(optax.sgd(rate, momentum=0.9), form="vector")
-        return jnp.sum(optim.step(tx, tp.copy(model), tx.init(model), model)[0]["a"])
-
-    rates = np.float32(0.5) if transform in (jax.grad, jax.jit) else np.float32([0.5, 0.25])
-    np.testing.assert_allclose(transform(after)(rates), -2.0 if transform is jax.grad else 2 - 2 * rates)

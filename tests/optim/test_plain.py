@@ -3,7 +3,6 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -146,23 +145,6 @@ def test_over_a_vector_and_stacks(form):
     assert_same(back[0].count, made[0].count)
     assert_same(back[0].mu["mean"], jnp.zeros(3))  # as `init` makes it
     assert jax.tree.structure(back) == jax.tree.structure(made)
-
-
-def test_the_memory_of_lbfgs_goes_over_as_a_whole():
-    params = {"w": ramp(2, 3), "b": ramp(3)}
-    theirs = jax.tree.map(lambda leaf: leaf + 1, MEMORY.init(params))
-    tx = optim.trainable(MEMORY)
-    state = optim.from_optax(tx, theirs, params)
-    assert_same(state.runs[0], theirs)
-    assert_same(optim.to_optax(tx, state, MEMORY.init(params)), theirs)
-
-
-def test_a_restored_state_may_be_dictionaries_of_numpy():
-    model, rule = whole(), optax.adam(0.1)
-    state = rule.init(arrays_of(model))
-    restored = {"0": {"count": np.int32(5), "mu": jax.tree.map(np.asarray, state[0].mu), "nu": state[0].nu}}
-    tx = optim.trainable(rule)
-    assert_same(optim.from_optax(tx, restored, model).runs[0][0], state[0]._replace(count=jnp.array(5, jnp.int32)))
 
 
 @pytest.mark.parametrize("model", [ramp(2), {"a.w": ramp(2), "a": ramp(3)}, [ramp(2), [ramp(3), ramp(1)]]])

@@ -18,12 +18,9 @@ forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 DECAYED = optax.adamw(0.1, weight_decay=0.5)
 INJECTED = optax.inject_hyperparams(optax.adam)(0.1)
 CASES = {
-    "tree": (optim.trainable, DECAYED),
     "vector": (VECTOR, DECAYED),
-    "stacks": (STACKS, DECAYED),
     "groups": (optim.trainable, optim.groups({"head": DECAYED}, default=INJECTED)),
     "stacks in groups": (STACKS, optim.groups({"body": optim.per_leaf(DECAYED)}, default=INJECTED)),
-    "injected rows": (STACKS, optim.per_leaf(INJECTED)),
 }
 
 

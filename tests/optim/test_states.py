@@ -1,6 +1,5 @@
 """States of rules as copies of a form: which array is of which parameter, and all that follows from it."""
 
-import collections
 import dataclasses
 import gc
 import pickle
@@ -85,19 +84,6 @@ def test_parameters_freeze_and_thaw_where_the_state_is_a_list():
     assert_same(updates, {"a": -2 * model["a"], "b": -3 * model["b"], "c": -3 * model["c"]})
 
 
-@pytest.mark.parametrize("form", [tree_of, stacks_of])
-def test_a_list_beside_a_tree_is_divided_by_number(form):
-    found = _owners(optax.chain(optax.adam(0.1), _in_a_list(lambda leaf: {"sum": jnp.zeros_like(leaf)})), form(LAYOUT))
-    listed = [each for path, each in found.items() if path.startswith("[1]")]
-    assert [each.paths for each in listed] == [each.paths for path, each in found.items() if "mu" in path]
-    assert {each.place for each in listed} == {(("1",), ("sum",))}
-
-
-def test_a_number_in_a_list_is_of_the_leaf_of_its_place():
-    found = _owners(_in_a_list(lambda leaf: (jnp.zeros_like(leaf), jnp.zeros(()))), tree_of(LAYOUT))
-    assert [found[f"[{i}][1]"].paths for i in range(4)] == [(path,) for path in LAYOUT.paths]
-
-
 @pytest.mark.parametrize(
     "model", [[ramp(2), ramp(2)], {"mu": [ramp(2)], "0": ramp(2), "nu": ramp(2)}], ids=["list", "names"]
 )
@@ -149,23 +135,6 @@ def test_a_state_that_cannot_be_divided_trains_and_is_refused_where_it_would_hav
         saving.load(tmp_path / "state", tx.init({"c": model["a"], "d": model["b"]}))
 
 
-@of_all
-def test_a_state_that_cannot_be_divided_is_not_loaded_in_another_order(rule, tmp_path):
-    tx = optim.trainable(rule)
-    make = lambda *names: collections.OrderedDict((name, _pair()[name]) for name in names)
-    saving.save(tmp_path / "state", tx.init(make("a", "b")))
-    with pytest.raises(ValueError, match="a, b in the file, b, a in the tree"):
-        saving.load(tmp_path / "state", tx.init(make("b", "a")))
-
-
-def test_numbers_that_all_share_are_not_of_the_parameters():
-    rates = optax.inject_hyperparams(lambda rates: optax.sgd(rates[0], momentum=0.9))(jnp.array([0.1, 0.2]))
-    tx, model = optim.trainable(optax.chain(rates, optax.add_noise(0.0, 0.5, 1))), _pair()
-    _, state = tx.update(tp.copy(model), tx.init(model), model)
-    state = optim.set_trainable(tx, state, model, "b")
-    assert_same(state.runs[0][0].hyperparams["rates"], jnp.array([0.1, 0.2]))
-
-
 # -- Static arrays -----------------------------------------------------------------------------------------------------
 
 
@@ -174,26 +143,12 @@ class Grid(eqx.Module):
     at: object = eqx.field(static=True)
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Plain:
-    def __init__(self, w, at):
-        self.w, self.at = w, at
-
-    def tree_flatten_with_keys(self):
-        return [(jax.tree_util.GetAttrKey("w"), self.w)], {"at": [self.at]}
-
-    @classmethod
-    def tree_unflatten(cls, static, children):
-        return cls(*children, *static["at"])
-
-
 @pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
-@pytest.mark.parametrize("cls", [Grid, Plain])
-def test_models_of_one_class_have_static_arrays_of_their_own(cls):
+def test_models_of_one_class_have_static_arrays_of_their_own():
     rule = optax.adam(0.1)
     tx, gradient = optim.trainable(rule), {"net": {"w": jnp.array([3.0, 4.0])}}
     for at in (np.arange(2.0), np.arange(2.0), np.arange(3), jnp.ones(2), "none"):
-        model, state = {"net": cls(jnp.ones(2), at)}, None
+        model, state = {"net": Grid(jnp.ones(2), at)}, None
         plain, plain_state = jnp.ones(2), rule.init(jnp.ones(2))
         for _ in range(2):  # the second in another process
             model, state = optim.step(tx, gradient, tx.init(model) if state is None else state, model)
@@ -202,16 +157,6 @@ def test_models_of_one_class_have_static_arrays_of_their_own(cls):
             plain = plain + steps
         assert_same(model["net"].w, plain)
         assert_same(model["net"].at, at)
-
-
-@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
-@pytest.mark.parametrize("at", [np.arange(2.0), jnp.arange(2.0)])
-def test_masks_fit_a_model_with_static_arrays(at):
-    model = {"net": Grid(jnp.ones(2), at), "b": jnp.ones(2)}
-    decay = optax.add_decayed_weights(1.0, mask=tp.layout(model, "net").mask)
-    tx = optim.trainable(decay)
-    updates, _ = tx.update(tp.copy(jax.tree.map(jnp.zeros_like, model)), tx.init(model), model)
-    assert_same((updates["net"].w, updates["b"]), (jnp.ones(2), jnp.zeros(2)))
 
 
 # -- What lives on ----------------------------------------------------------------------------------------------------
@@ -252,60 +197,7 @@ def test_rows_that_wait_count_in_no_norm(value, flag):
     assert updates["b"] is None
 
 
-def test_moments_of_rows_that_wait_count_in_no_norm():
-    model = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
-    grads = {"a": jnp.ones(2), "b": 3 * jnp.ones(2)}
-    tx = optim.trainable(
-        optax.chain(optim.per_leaf(optax.scale_by_adam()), optax.clip_by_global_norm(1.0)), form="stacks"
-    )
-    _, state = tx.update(grads, tx.init(model), model)
-    updates, after = tx.update(grads, state, model, active={"b": False})
-    np.testing.assert_allclose(updates["a"], 2 * [np.sqrt(0.5)], rtol=1e-5)
-    mine = lambda state: jax.tree.map(lambda rows: rows[1], state.runs[0][0].states)
-    assert_same(mine(after), mine(state))
-
-
-def test_a_loss_among_the_arguments_sees_what_waits_as_it_is():
-    seen = []
-    model = _pair()
-    search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3))
-    tx = optim.trainable(search, form="stacks")
-
-    def loss(model):
-        seen.append(model["b"])
-        return jnp.sum(model["a"] ** 2) + jnp.sum(model["b"] ** 2)
-
-    value, grads = jax.value_and_grad(loss)(model)
-    jax.eval_shape(lambda: tx.update(grads, tx.init(model), model, value=value, grad=grads, value_fn=loss))
-    with pytest.raises(ValueError, match="keeps state that is not kept row by row"):
-        tx.update(grads, tx.init(model), model, value=value, grad=grads, value_fn=loss, active={"b": False})
-
-
 # -- Extra arguments ---------------------------------------------------------------------------------------------------
-
-
-def test_extra_arguments_reach_what_is_within_multisteps():
-    scaled = optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(),
-        lambda grads, state, params=None, *, scale=1.0, **_: (jax.tree.map(lambda g: -scale * g, grads), state),
-    )
-    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    for tx in (
-        optim.trainable(optax.MultiSteps(scaled, 1)),
-        optim.trainable(optim.per_leaf(optax.MultiSteps(scaled, 1)), form="stacks"),
-    ):
-        updates, _ = tx.update(tp.copy(model), tx.init(model), model, scale=0.1)
-        assert_close(updates, jax.tree.map(lambda leaf: -0.1 * leaf, model))
-    tx = optim.trainable(optax.MultiSteps(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()), 1))
-    updates, _ = tx.update(tp.copy(model), tx.init(model), model, value=jnp.float32(1.0))
-    assert_close(updates, jax.tree.map(jnp.negative, model))
-
-
-def test_active_reaches_stacks_within_multisteps():
-    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    tx = optax.MultiSteps(optim.trainable(optax.sgd(1.0), form="stacks"), 1)
-    after, _ = optim.step(tx, tp.copy(model), tx.init(model), model, active={"b": False})
-    assert_same(after, {"a": jnp.zeros(2), "b": jnp.ones(2)})
 
 
 # -- Two boundaries, other states --------------------------------------------------------------------------------------
@@ -323,30 +215,16 @@ def test_the_state_of_another_rule_is_refused():
             tx.update(tp.copy(model), other.init(model), model)
 
 
-def test_gradients_of_another_number_of_rows_are_refused():
-    stacks, more = (tp.stack([jnp.ones(2) + i for i in range(count)])[0] for count in (3, 4))
-    tx = optim.per_leaf(optax.adam(0.1))
-    with pytest.raises(ValueError, match=r"a gradient for \['float32\[2\]'\] with 4 rows, but init had 3"):
-        tx.update(tp.copy(more), tx.init(stacks), more)
-
-
 # -- Freezing and thawing ----------------------------------------------------------------------------------------------
 
 
-forms = pytest.mark.parametrize("form", ["tree", "vector", "stacks"])
 LATE = {  # what couples leaves after the count of each has been used
     "a clip": optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0)),
     "within MultiSteps": optax.MultiSteps(optax.chain(optax.adam(0.1), optim.clip_by_global_norm(1.0)), 2),
-    "of gradients that are divided by a count": optax.MultiSteps(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), 2
-    ),
-    "an estimate": optax.contrib.prodigy(0.1),
-    "a search": optax.chain(optax.adam(1.0), optax.scale_by_backtracking_linesearch(3)),
 }
 EARLY = {
     "a clip": optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1)),
     "in a branch": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 3),
-    "nothing": optax.adamw(0.1),
     "a schedule, whose count is of the run": optax.chain(
         optax.scale_by_schedule(lambda count: jnp.where(count < 99, 1.0, 0.0)),
         optax.clip_by_global_norm(1.0),
@@ -355,8 +233,7 @@ EARLY = {
 }
 
 
-@forms
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize(("name", "form"), [*zip(LATE, ("tree", "stacks"), strict=True)])
 def test_what_couples_parameters_after_their_counts_is_refused_where_histories_differ(name, form):
     model = {"a": jnp.zeros(2), "b": jnp.zeros(2), "c": jnp.zeros(3)}
     tx = optim.trainable(LATE[name], "a", form=form)
@@ -367,7 +244,8 @@ def test_what_couples_parameters_after_their_counts_is_refused_where_histories_d
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [*((name, "tree") for name in EARLY), ("a clip", "vector"), ("in a branch", "stacks")]
+    ("name", "form"),
+    [("a schedule, whose count is of the run", "tree"), ("a clip", "vector"), ("in a branch", "stacks")],
 )
 def test_what_couples_them_before_sees_all(name, form):
     model = {"a": jnp.zeros(2), "b": jnp.zeros(2), "c": jnp.zeros(3)}
@@ -384,54 +262,6 @@ def test_what_couples_them_before_sees_all(name, form):
         want, begun = alone.update(grads, begun, model)
         assert_close((updates["b"], updates["c"]), (want["b"], want["c"]), 1e-6)
     assert len(state.runs) == 2
-
-
-def test_a_clip_of_momentum_without_counts_sees_that_of_all():
-    model = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
-    tx = optim.trainable(optax.chain(optax.trace(0.5), optim.clip_by_global_norm(1.0)), "a")
-    _, state = tx.update({"a": jnp.array([2.0])}, tx.init(model), model)
-    updates, state = tx.update(
-        {"a": jnp.array([2.0]), "b": jnp.array([4.0])}, optim.set_trainable(tx, state, model), model
-    )
-    assert [float(run[1].norm) for run in state.runs] == [5.0, 5.0]
-    assert_close(updates, {"a": jnp.array([0.6]), "b": jnp.array([0.8])}, 1e-6)
-
-
-def test_a_vector_warns_of_gradients_by_another_layout():
-    model = _pair()
-    tx = optim.trainable(optax.sgd(0.1), "a", form="vector")
-    _, state = tx.update(tp.copy(model), tx.init(model), model)
-    old = state.layout
-    state = optim.set_trainable(tx, state, model)
-    with pytest.warns(UserWarning, match="no gradient so far for b, which the state trains"):
-        tx.update(tp.grad(lambda m: jnp.sum(m["a"]), old)(model), state, model)
-
-
-def test_a_group_that_was_empty_begins_with_the_rate_that_was_set():
-    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
-    sgd = optax.inject_hyperparams(optax.sgd)
-    tx = optim.trainable(
-        optim.groups({"a": optim.per_leaf(sgd(0.1))}, default=optim.per_leaf(sgd(0.1))), "a", form="stacks"
-    )
-    state = optim.adjust(tx.init(model), learning_rate=0.5)
-    state = optim.set_trainable(tx, state, model)
-    assert_close(tx.update(tp.copy(model), state, model)[0], {"a": jnp.full(1, -0.5), "b": jnp.full(1, -0.5)})
-
-
-def test_a_rule_that_is_made_anew_for_each_update_is_looked_at_once():
-    traced = []
-
-    def update(grads, state, params=None):
-        traced.append(1)
-        return jax.tree.map(jnp.negative, grads), state
-
-    plain = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    tx = optax.inject_hyperparams(lambda rate: optim.per_leaf(optax.chain(plain, optax.scale(rate))))(0.1)
-    model = _pair()
-    state = tx.init(model)
-    before = len(traced)
-    tx.update(tp.copy(model), state, model)
-    assert len(traced) - before == len(model)
 
 
 def test_a_group_whose_parameters_all_wait_goes_on_without_them():

@@ -79,7 +79,7 @@ def _warnings_of(call):
     return result, [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize(("form", "way"), [*(("tree", way) for way in WAYS), ("vector", "eager"), ("stacks", "scan")])
+@pytest.mark.parametrize(("form", "way"), [("tree", "eager"), ("vector", "tp.jit"), ("stacks", "scan")])
 def test_counts_in_any_form_wherever_it_trains(form, way):
     tx, before = FORMS[form](SLOW), _model()
     (model, state), said = _warnings_of(lambda: _run(tx, tp.copy(before), 40, way))
@@ -99,14 +99,12 @@ def test_counts_in_any_form_wherever_it_trains(form, way):
 
 # The rule, and the steps of 40 that are not zero.
 RULES = {
-    "plain": (lambda: SLOW, 40),
     "MultiSteps": (lambda: optax.MultiSteps(SLOW, 4), 10),
     "warm-up from 0": (lambda: optax.adam(lambda count: jnp.where(count < 10, 0.0, 1e-4)), 30),
 }
 
 
-@pytest.mark.parametrize("way", ["eager", "jit"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "way"), [("MultiSteps", "jit"), ("warm-up from 0", "eager")])
 def test_counts_the_steps_that_are_not_zero(rule, way):
     make, count = RULES[rule]
     (_, state), said = _warnings_of(lambda: _run(optim.trainable(make()), {"k": jnp.ones(3, LOW)}, 40, way))
@@ -114,18 +112,9 @@ def test_counts_the_steps_that_are_not_zero(rule, way):
     assert len(said) == (way == "eager")
 
 
-def test_speaks_of_each_run_and_not_of_one_that_moves():
-    for rate in (1e-1, 1e-4, 1e-1, 1e-4):
-        (_, state), said = _warnings_of(
-            lambda rate=rate: _run(optim.trainable(optax.adam(rate)), _model(), 20, "eager")
-        )
-        assert (bool(state.stuck), len(said)) == (rate == 1e-4,) * 2
-
-
-@pytest.mark.parametrize("way", ["eager", "jit"])
-def test_says_nothing_where_parameters_move_or_steps_are_zero(way):
+def test_says_nothing_where_parameters_move_or_steps_are_zero():
     def quiet(tx, model, steps=20):
-        (model, state), said = _warnings_of(lambda: _run(tx, model, steps, way))
+        (model, state), said = _warnings_of(lambda: _run(tx, model, steps))
         assert (state.stuck, said) == ("", [])
         assert not _warnings_of(lambda: optim.set_trainable(tx, state, model, "**"))[1]
         return state
@@ -183,29 +172,6 @@ def test_a_count_belongs_to_its_parameter_through_freezing_and_resets():
     begins = optim.trainable(SLOW, "wide")
     thawed = optim.set_trainable(begins, begins.init(model), model, "**")
     assert _run(begins, model, 3, state=thawed)[1].stuck.startswith("2 of 4 leaves stuck for 3 steps")
-
-
-def test_rows_that_wait_and_missing_gradients_are_no_steps():
-    tx, model = optim.trainable(optim.per_leaf(SLOW), form="stacks"), {"a": jnp.ones(2, LOW), "b": jnp.ones(2, LOW)}
-    update = jax.jit(lambda state, flag: tx.update(tp.copy(model), state, model, active={"a": flag})[1])
-    state = tx.init(model)
-    for flag in (True, False, False, True):
-        state = update(state, jnp.asarray(flag))
-    assert list(state.still) == [2, 4]
-    tree = optim.trainable(SLOW)
-    assert list(tree.update({"b": model["b"]}, tree.init(model), model)[1].still) == [0, 1]
-
-
-def test_an_ensemble_counts_for_each_member():
-    tx = optim.trainable(optax.sgd(1e-4))
-    models = {"k": jnp.stack([jnp.ones(2, LOW), jnp.zeros(2, LOW)])}
-    states = jax.vmap(tx.init)(models)
-    for _ in range(4):
-        models, states = jax.vmap(lambda model, state: optim.step(tx, {"k": jnp.ones(2, LOW)}, state, model))(
-            models, states
-        )
-    assert [list(each) for each in states.still] == [[4], [0]]
-    assert states.stuck == "1 of 1 leaves stuck for 4 steps: k (bfloat16)"
 
 
 def test_the_count_is_saved_and_files_without_it_load_with_zeros(tmp_path):

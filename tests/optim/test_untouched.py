@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-import treeparams as tp
 from treeparams import optim
 
 from ..zoo import STACKS, VECTOR, ramp
@@ -16,11 +15,6 @@ from ..zoo import STACKS, VECTOR, ramp
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
 SPECIAL = [-0.0, 0.0, np.inf, -np.inf, np.nan, 1.5]
-
-
-def of_bits(*bits, dtype):
-    """Numbers by their bits, made without a calculation."""
-    return jnp.asarray(np.array(bits, np.dtype(f"u{jnp.dtype(dtype).itemsize}")).view(dtype))
 
 
 def model():
@@ -66,25 +60,6 @@ def test_updates_have_the_structure_and_dtypes_of_the_model():
     assert stepped["frozen"][0] is before["frozen"][0]
 
 
-def test_compiled_a_frozen_leaf_keeps_every_bit_and_zeros_are_no_constants():
-    before = {"w": ramp(2), "frozen": of_bits(0x7FC12345, 0x80000000, 0x7F812345, 0x00000001, dtype="f4")}
-    before["narrow"] = of_bits(0x7FC5, 0x8000, 0x8001, dtype=jnp.bfloat16)
-    programs = {}
-    for missing in (None, "zeros"):
-        tx = optim.trainable(optax.sgd(0.1), "w", missing=missing)
-        state = tx.init(before)
-        programs[missing] = jax.make_jaxpr(lambda m, s, tx=tx: tx.update({"w": m["w"]}, s, m))(before, state)
-    added = [str(eqn.primitive) for eqn in programs["zeros"].eqns[len(programs[None].eqns) :]]
-    assert (added, programs["zeros"].consts) == (["broadcast_in_dim"] * 2, [])
-
-    @jax.jit
-    def step(m):
-        return optax.apply_updates(m, tx.update({"w": m["w"]}, state, m)[0])
-
-    after = step(before)
-    assert [bits_of(after[path]) for path in ("frozen", "narrow")] == [bits_of(before[p]) for p in ("frozen", "narrow")]
-
-
 class TrainState(NamedTuple):
     """As Flax has it."""
 
@@ -112,27 +87,6 @@ def test_a_train_state_trains_what_is_not_frozen_with_ties(form):
     np.testing.assert_array_equal(run.params["embed"], run.params["head"])
     np.testing.assert_array_equal(run.params["encoder"]["table"], params["encoder"]["table"])
     assert int(run.params["count"]) == 3
-
-
-def test_what_nothing_can_be_added_to_has_no_zero():
-    before = {"w": ramp(2), "key": jax.random.key(0), "f": jnp.tanh, "text": "relu", "n": 2}
-    tx = optim.trainable(optax.sgd(0.1), missing="zeros")
-    updates, _ = tx.update({"w": ramp(2)}, tx.init(before), before)
-    assert {path: updates[path] for path in ("key", "f", "text", "n")} == {"key": None, "f": None, "text": None, "n": 0}
-    arrays = {path: leaf if path == "w" else None for path, leaf in before.items()}  # as `eqx.filter` leaves it
-    state = tx.init(arrays)
-    assert optax.apply_updates(arrays, tx.update({"w": ramp(2)}, state, arrays)[0])["key"] is None
-
-
-def test_optax_fetches_value_and_gradient_over_the_parameters_of_a_partition():
-    loss = lambda params, rest: jnp.sum(tp.combine(params, rest)["w"] ** 2)
-    rule = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3, store_grad=True))
-    before = {"w": ramp(2), "frozen": ramp(2), "f": jnp.tanh}
-    tx = optim.trainable(rule, "w", missing="zeros")
-    state = tx.init(before)
-    params, rest = tp.partition(before, state.layout)
-    value, grads = optax.value_and_grad_from_state(loss)(params, rest, state=state)
-    np.testing.assert_allclose((value, *grads["w"]), (jnp.sum(before["w"] ** 2), *2 * before["w"]), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("without_type_checks")

@@ -15,7 +15,7 @@ from treeparams._forms.form import vector_of
 from treeparams._forms.states import Copies, entries_of
 from treeparams._slots.layout import index_of
 from treeparams.optim._state import Roles, TrainableState, rule_of
-from treeparams.optim._trainable import Rule
+from treeparams.optim._step import Rule
 
 from ..zoo import STACKS, VECTOR, assert_same, ramp
 

@@ -85,6 +85,16 @@ def test_one_number_throughout_is_no_shared_parameter(make: Callable[[], Any], p
     assert layout.ties[paths[0]][: len(paths) - 1]  # a tie it stays
 
 
+@pytest.mark.parametrize("copies", [lambda one: [one] * 4, lambda one: {"online": one, "target": one}])
+def test_an_ensemble_that_is_one_member_is_noticed(copies: Callable[[Any], Any]):
+    model = copies({"w": ramp(2, 3), "f": jnp.tanh, "layers": [ramp(3)]})
+    with pytest.warns(UserWarning, match=r"are one array, in nodes that are the same throughout.*= tp.untie\(model\)"):
+        tp.ravel(model)
+    tp.layout(model)  # once
+    apart = jax.tree.map(lambda leaf: tp.copy(leaf), model)
+    assert tp.layout(apart).ties == {}  # as the warning asked for, so nothing was lost
+
+
 def table() -> Any:
     return tp.tie({"w": ramp(2), "a": zeros(2), "b": zeros(2), "c": zeros(2)}, "b", to="a")
 
@@ -210,29 +220,6 @@ def test_what_only_looks_at_a_model_says_nothing_of_a_tie_that_its_layout_knows(
     tp.summary(model), tp.replace(model, {"scale": jnp.zeros_like}), optim.report(tx, model, state)
     with lost("in", "out"):
         tx.init(model)
-
-
-def test_a_tie_in_a_nested_node_is_lost_once():
-    tp.layout(model := {"net": tied(), "temperature": ramp(2)})
-    with lost("net.embed", "net.head") as caught:
-        tp.layout(after := PART["tree.map"](model))
-    assert len(caught) == 1
-    tp.layout(after["net"])
-    with lost("net.embed", "net.head") as caught:
-        jax.eval_shape(lambda model: tp.layout(model).size, after)
-    assert len(caught) == 1
-    jax.eval_shape(lambda net: tp.layout(net).size, after["net"])
-
-
-def test_what_is_tied_again_is_one_and_a_tie_lost_later_is_noticed_though_the_model_is_known():
-    before = {"embed": ramp(2, 3), "head": ramp(2, 3, start=2)}
-    tp.layout(before)
-    model = tp.tie(before, "head", to="embed")
-    assert tp.layout(before).ties == {}
-    model = jax.tree.map(lambda a: a + 1, tp.untie(model))
-    tp.layout(model)
-    again = tp.tie(model, "head", to="embed")
-    assert tp.layout(again).ties == {"embed": ("head",)}
 
 
 def test_a_known_model_is_looked_at_again_when_a_tie_is_met():

@@ -50,19 +50,6 @@ def test_donation():
     assert whole["n"][0].is_deleted()  # the rest of a partition holds what the model held
 
 
-def test_combine_inside_a_trace_puts_one_array_at_all_paths():
-    identical = []
-
-    def f(params, rest):
-        whole = tp.combine(params, rest)
-        identical.append(whole["a"] is whole["b"][0] and whole["n"][0] is whole["n"][1])
-        return jnp.sum(3 * whole["a"] + 13 * whole["b"][0])
-
-    grads = jax.jit(jax.grad(f))(*tp.partition(model()))
-    assert identical == [True]
-    np.testing.assert_array_equal(grads["a"], [16.0, 16.0])
-
-
 PARAMS, REST = tp.partition(Pair(ramp(2), Norm(ramp(1), ramp(1))))
 
 

@@ -23,12 +23,8 @@ TRAINS = {
     "layout": tp.layout,
     "grad": lambda model: tp.grad(loss)(model),
     "ravel": tp.ravel,
-    "stack": tp.stack,
     "partition": tp.partition,
-    "trainables": tp.trainables,
-    "project": lambda model: tp.project(model, {"w": jnp.ones(2)}),
     "optim": lambda model: optim.trainable(optax.sgd(0.1)).init(model),
-    "groups": lambda model: optim.trainable(optim.groups({"w": optax.sgd(1)}, default=optax.sgd(2))).init(model),
     "thaw": lambda model: tp.layout(model, freeze="mean").thaw("mean"),
     "a mask": lambda model: tp.layout(model, jax.tree.map(lambda _: True, model)),
     "a where": lambda model: tp.layout(model, "mean"),
@@ -53,9 +49,6 @@ class Declared(eqx.Module):
 WAYS = {
     "freeze": lambda model: tp.layout(model, freeze="mean"),
     "where": lambda model: tp.layout(model, "w"),
-    "a glob that takes it away": lambda model: tp.layout(model, ["**", "!mea*"]),
-    "all leaves but it": lambda model: tp.layout(model, tp.leaves(lambda path, leaf: leaf.shape != (3,))),
-    "mask": lambda model: tp.layout(model, {**jax.tree.map(lambda _: True, model), "mean": False}),
 }
 
 

@@ -122,13 +122,10 @@ def test_a_declared_tie_holds_where_arrays_no_longer_tell():
         ({"b": "A"}, r"a tie names 'A', where the model has no leaf; nearest: "),
         ({"node": "a"}, r"a tie names 'node', where the model has a node; name an array in it; nearest: 'node.x'"),
         ({"count": "a"}, r"a tie names 'count' \(int32\[2\]\), which is not a parameter"),
-        ({"number": "a"}, r"a tie names 'number' \(int, not an array\), which is not a parameter"),
         ({"wide": ("tall", jnp.negative)}, r"'wide' is float32\[2,3\] .* to 'tall', which is float32\[3,2\] after neg"),
-        ({"half": "a"}, r"'half' is bfloat16\[2,2\] and cannot be tied to 'a', which is float32\[2,2\]"),
         ({"a": "b", "b": ("c", jnp.transpose), "c": "a"}, r"the ties of '[abc]' form a cycle; name one path as"),
         ({"again": ("a", jnp.transpose)}, r"'again' and 'a' are one array already, so one cannot be transpose of the"),
         ({"a": "b", "again": "c"}, r"'again' is tied twice: to 'b' and to 'c'"),
-        ({"turned.decoder": "tall"}, r"'turned.decoder' is tied twice: to 'turned.encoder' and to 'tall'"),
     ],
 )
 def test_ties_that_cannot_be(ties: Any, message: str):

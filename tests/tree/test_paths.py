@@ -23,7 +23,7 @@ from ..zoo import Norm, Pair
 # Few characters, so that what needs care is met often; and any text.
 texts = st.text(alphabet="ab1.*?[]!\"'\\#\n é", max_size=6) | st.text(max_size=8)
 keys = texts | st.integers(2, 12) | st.booleans() | st.sampled_from([0.5, -1.5])
-few = settings(deadline=None, max_examples=60)
+few = settings(deadline=None, max_examples=30)
 
 
 class Nameless:

@@ -19,7 +19,7 @@ import pytest
 
 import treeparams as tp
 from treeparams import optim, saving
-from treeparams._tree.structure import _BUCKETS, _PER_BUCKET, _known
+from treeparams._tree import structure
 
 from ..verbs import OTHERS, VERBS, loss
 from ..zoo import STACKS, VECTOR, ramp
@@ -122,7 +122,7 @@ kinds = st.sampled_from([*arrays, 1, 1.0, True, "x"])
 
 
 @pytest.mark.filterwarnings("ignore:.*a Python number is not a parameter")
-@hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=80, derandomize=True)
 @hypothesis.given(st.lists(st.tuples(kinds, kinds), min_size=2, max_size=6))
 def test_what_was_met_before_makes_no_difference(trees):
     parameter = lambda x: hasattr(x, "dtype") and x.dtype.kind == "f"
@@ -132,15 +132,13 @@ def test_what_was_met_before_makes_no_difference(trees):
         assert tp.layout(tree).paths == want
 
 
-def test_eight_threads_meet_more_structures_than_are_remembered():
-    models = [{f"x{i}": ramp(2), **{str(j): j for j in range(i % 7)}} for i in range(300)]
-
-    def work(start: int) -> list[Any]:
-        return [tp.layout(models[(start * 37 + i) % len(models)]).paths for i in range(80)]
-
+def test_eight_threads_meet_more_structures_than_are_remembered(monkeypatch):
+    monkeypatch.setattr(structure, "_BUCKETS", 5)
+    models = [{f"x{i}": ramp(2), **{str(j): j for j in range(i % 7)}} for i in range(50)]
+    met = lambda start: [tp.layout(models[(start * 37 + i) % 50]).paths for i in range(60)]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for start, each in enumerate(pool.map(work, range(8))):
-            assert each == [(f"x{(start * 37 + i) % len(models)}",) for i in range(80)]
+        for start, each in enumerate(pool.map(met, range(8))):
+            assert each == [(f"x{(start * 37 + i) % 50}",) for i in range(60)]
 
 
 # -- What is kept alive ------------------------------------------------------------------------------------------------
@@ -272,11 +270,13 @@ def test_what_something_holds_stays_known_through_a_collection():
     assert tp.layout(model) is layout
 
 
-def test_memories_of_many_models_are_bounded():
+def test_memories_of_many_models_are_bounded(monkeypatch):
+    monkeypatch.setattr(structure, "_known", collections.OrderedDict())
+    monkeypatch.setattr(structure, "_BUCKETS", 20)
     array = ramp(2)
-    for i in range(3000):  # dictionaries of as many leaves are one to JAX's hash
+    for i in range(80):  # dictionaries of as many leaves are one to JAX's hash
         tp.layout({f"x{i}": array})
-    assert max(map(len, _known.values())) == _PER_BUCKET
-    for i in range(_BUCKETS + 20):
+    assert [*map(len, structure._known.values())] == [structure._PER_BUCKET]
+    for i in range(30):
         tp.layout([array, *["name"] * i])
-    assert len(_known) == _BUCKETS
+    assert len(structure._known) == 20

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._tree.types import is_complex, widened
-from .mesh import alike, broadcast_as, first_axis_whole, laid_as, replicated, varying_alike
+from .mesh import broadcast_as, first_axis_whole, is_sharded, laid_as, replicated, varying_alike
 
 _Shapes = tuple[tuple[int, ...], ...]
 
@@ -46,7 +46,7 @@ def cut(array: jax.Array, shapes: _Shapes, rank: int = 0) -> list[jax.Array]:
 
     Each shape ends with those axes. Axes before the one that is cut are a batch, which each piece has too.
     """
-    return cut_p.bind(array, shapes=shapes, rank=rank) if shapes else []
+    return _cut_p.bind(array, shapes=shapes, rank=rank) if shapes else []
 
 
 def join(arrays: Sequence[jax.Array], shapes: _Shapes, length: int, rank: int = 0) -> jax.Array:
@@ -167,22 +167,22 @@ def _one_array(*arrays: jax.Array, shapes: _Shapes, length: int, rank: int) -> j
 
 # -- As primitives -----------------------------------------------------------------------------------------------------
 
-cut_p = jax.extend.core.Primitive("cut")
-cut_p.multiple_results = True
-_cut_compiled = jax.jit(cut_p.bind, static_argnames=("shapes", "rank"))
+_cut_p = jax.extend.core.Primitive("cut")
+_cut_p.multiple_results = True
+_cut_compiled = jax.jit(_cut_p.bind, static_argnames=("shapes", "rank"))
 
 _join_p = jax.extend.core.Primitive("join")
 _join_p.def_impl(jax.jit(_one_array, static_argnames=("shapes", "length", "rank")))
 
 
-@cut_p.def_impl
+@_cut_p.def_impl
 def _cut_now(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Array]:
     # With `jax.disable_jit` the compiled one would come back here.
     is_eager = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
     return (_split_up if is_eager else _cut_compiled)(array, shapes=shapes, rank=rank)
 
 
-@cut_p.def_abstract_eval
+@_cut_p.def_abstract_eval
 def _cut_types(array: Any, *, shapes: _Shapes, rank: int) -> list[Any]:
     return [_type_like(array, 1 + rank, shape, rank) for shape in shapes]
 
@@ -248,16 +248,16 @@ def _taylor_of_join(
     return join(arrays, shapes, length, rank), terms
 
 
-ad.deflinear2(cut_p, _transpose_cut)
+ad.deflinear2(_cut_p, _transpose_cut)
 ad.deflinear2(_join_p, _transpose_join)
-jet.jet_rules[cut_p] = _taylor_of_cut
+jet.jet_rules[_cut_p] = _taylor_of_cut
 jet.jet_rules[_join_p] = _taylor_of_join
-batching.primitive_batchers[cut_p] = _batch_cut
+batching.primitive_batchers[_cut_p] = _batch_cut
 batching.primitive_batchers[_join_p] = _batch_join
-mlir.register_lowering(cut_p, mlir.lower_fun(_split_up, multiple_results=True))
+mlir.register_lowering(_cut_p, mlir.lower_fun(_split_up, multiple_results=True))
 # Run-time offsets are for CPUs, where they were measured. On a GPU the conditional would wait for the host.
-mlir.register_lowering(cut_p, mlir.lower_fun(_cut_at_run_time, multiple_results=True), platform="cpu")
-mlir.register_lowering(cut_p, mlir.lower_fun(_cut_on_tpu, multiple_results=True), platform="tpu")
+mlir.register_lowering(_cut_p, mlir.lower_fun(_cut_at_run_time, multiple_results=True), platform="cpu")
+mlir.register_lowering(_cut_p, mlir.lower_fun(_cut_on_tpu, multiple_results=True), platform="tpu")
 mlir.register_lowering(_join_p, mlir.lower_fun(_one_array, multiple_results=False))
 
 
@@ -282,17 +282,17 @@ class Block:
         return cls((tuple(shape),), (dtype,), dtype, None, len(shape))
 
     @classmethod
-    def vector(
-        cls, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], dtype: DTypeLike, length: int | None = None
-    ) -> "Block":
+    def vector(cls, arrays: Sequence[Any], dtype: DTypeLike, length: int | None = None) -> "Block":
         """Returns a block of arrays of any shapes, each flat; zeros fill it up to the length."""
+        shapes = tuple([tuple(array.shape) for array in arrays])
         flat = sum(map(math.prod, shapes))
-        return cls(tuple(map(tuple, shapes)), tuple(dtypes), dtype, flat if length is None else length)
+        return cls(shapes, tuple([array.dtype for array in arrays]), dtype, flat if length is None else length)
 
     @classmethod
-    def rows(cls, shape: tuple[int, ...], dtype: DTypeLike, count: int) -> "Block":
-        """Returns a block of `count` arrays of one shape."""
-        return cls((tuple(shape),) * count, (dtype,) * count, dtype, count, len(shape))
+    def rows(cls, arrays: Sequence[Any]) -> "Block":
+        """Returns a block of arrays of one shape and dtype."""
+        (shape, dtype), count = (tuple(arrays[0].shape), arrays[0].dtype), len(arrays)
+        return cls((shape,) * count, (dtype,) * count, dtype, count, len(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -335,7 +335,7 @@ class Block:
         if not arrays:
             return jnp.zeros(self.length, self.dtype)
         arrays = [cast(array, self.dtype) for array in map(jnp.asarray, arrays)]
-        arrays = alike(arrays) if self.rank else list(map(replicated, arrays))
+        arrays = _alike(arrays) if self.rank else list(map(replicated, arrays))
         return join(arrays, self.shapes, self.length, self.rank)
 
     def spread(self, numbers: Sequence[Any]) -> Any:
@@ -373,18 +373,25 @@ class Block:
             return jnp.asarray(whole)
         return first_axis_whole(jnp.asarray(whole)) if self.rank else replicated(jnp.asarray(whole))
 
-    def between(self, whole: jax.Array, numbers: Sequence[int]) -> tuple[list[jax.Array], _Shapes]:
-        """Cuts out the arrays with these numbers, in ascending order, and the gaps before, between and after them.
+    def some(self, whole: jax.Array, numbers: Sequence[int]) -> list[jax.Array]:
+        """Cuts out the arrays with these numbers, in ascending order."""
+        return cut(whole, self._with_gaps(numbers, whole.shape[1:]), self.rank)[1::2]
 
-        The pieces are `[gap, array, gap, array, ..., gap]`: the arrays are `pieces[1::2]`. With their shapes, which are
-        returned too, the pieces can be joined again.
-        """
-        # The gaps are cut too, though often nobody reads them: so it is one cut, whose transpose is one join. Slices of
-        # the arrays alone would have as many padded additions for their transpose.
+    def changed(self, whole: jax.Array, changes: Mapping[int, Callable[[jax.Array], jax.Array]]) -> jax.Array:
+        """Returns the whole array with the arrays of these numbers changed: one copy, however many change."""
+        numbers = sorted(changes)
+        shapes = self._with_gaps(numbers, whole.shape[1:])
+        pieces = cut(self.gathered(whole), shapes, self.rank)
+        for i, number in enumerate(numbers):
+            pieces[2 * i + 1] = changes[number](pieces[2 * i + 1])
+        return laid_as(join(pieces, shapes, self.shape[0], self.rank), whole)
+
+    def _with_gaps(self, numbers: Sequence[int], row: tuple[int, ...]) -> _Shapes:
+        # The gaps before, between and after are cut too, though often nobody reads them: so it is one cut, whose
+        # transpose is one join. Slices of the arrays alone would have as many padded additions for their transpose.
         starts = self.starts
         spans = [(starts[n], starts[n + 1] - starts[n], self.shapes[n]) for n in numbers]
-        shapes = _with_gaps(spans, whole.shape[1:], self.shape[0])
-        return cut(whole, shapes, self.rank), shapes
+        return _with_gaps(spans, row, self.shape[0])
 
 
 def cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -392,6 +399,12 @@ def cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     if jnp.iscomplexobj(array) and not is_complex(dtype):
         array = array.real
     return jax.lax.convert_element_type(array, dtype)
+
+
+def _alike(arrays: Sequence[Any]) -> list[Any]:
+    """Gives arrays of one shape the same placement by type: the one that all have, or else whole on each device."""
+    shardings = {jax.typeof(array).sharding for array in arrays if is_sharded(array)}
+    return list(arrays if len(shardings) <= 1 and all(map(is_sharded, arrays)) else map(replicated, arrays))
 
 
 def _real(number: Any, dtype: DTypeLike) -> Any:
@@ -447,7 +460,7 @@ def stacked(arrays: Sequence[jax.Array], rank: int | None = None) -> jax.Array:
     shape = shape if rank is None else shape[len(shape) - rank :]
     if jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
         return jnp.stack(arrays, arrays[0].ndim - len(shape))
-    return join(alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
+    return join(_alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
 
 
 def _cut_spans(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:

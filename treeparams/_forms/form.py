@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import jax
@@ -29,7 +29,6 @@ from .._tree.structure import same_treedef, take
 from .._tree.text import count_of, describe, first_few, quoted
 from .._tree.types import PyTree, TreeDef, common_dtype, is_complex, is_inexact
 from .block import Block, cast
-from .mesh import is_sharded, split
 
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
@@ -43,6 +42,20 @@ class Form:
     members: tuple[tuple[int, ...], ...]  # the slots in each
     paths: tuple[str, ...] = dataclasses.field(compare=False)  # of the slots
     noun: str = dataclasses.field(compare=False)  # what it is called in messages
+
+    @classmethod
+    def of(
+        cls,
+        tree: PyTree,
+        slots: Sequence[Any],
+        paths: Sequence[str],
+        noun: str,
+        block_of: Callable[[Sequence[Any]], Block] = Block.rows,
+    ) -> "Form":
+        """Returns the form for a tree of numbers of slots (or arrays): a list of them for each block."""
+        members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
+        blocks = tuple([block_of([slots[i] for i in own]) for own in members])
+        return cls(treedef, blocks, tuple(map(tuple, members)), tuple(paths), noun)
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -324,7 +337,6 @@ def _some_rows(block: Block, count: int) -> Block:
 # -- Makers of forms: each returns, for a layout, where its slots are stored in a tree of arrays -----------------------
 
 _LONGEST = 2**31 - 1  # offsets in compiled programs are 32 bits wide
-_ONE = jtu.tree_structure(0)
 
 
 def tree_of(layout: Layout) -> Form:
@@ -382,8 +394,8 @@ def vector_of(layout: Layout, dtype: DTypeLike | None = None, pad_to: SupportsIn
     if (dtype, pad_to) not in forms:
         length = -(-layout.size // pad_to) * pad_to
         _check_vector(layout.slots, dtype, length)
-        block = Block.vector([s.shape for s in layout.slots], [s.dtype for s in layout.slots], dtype, length)
-        forms[dtype, pad_to] = _in_one(block, layout)
+        every, make = list(range(len(layout.slots))), functools.partial(Block.vector, dtype=dtype, length=length)
+        forms[dtype, pad_to] = Form.of(every, layout.slots, layout.paths, "a vector", make)
     return forms[dtype, pad_to]
 
 
@@ -396,13 +408,11 @@ def vectors_of(layout: Layout) -> Form:
         return vector_of(layout)
     forms = index_of(layout).forms
     if "vectors" not in forms:
-        members, treedef = jtu.tree_flatten(dtypes, is_leaf=lambda node: isinstance(node, list))
-        own = [[layout.slots[i] for i in slots] for slots in members]
-        blocks = [Block.vector([s.shape for s in slots], [s.dtype for s in slots], slots[0].dtype) for slots in own]
-        for slots, block in zip(own, blocks, strict=True):
-            _check_vector(slots, block.dtype, block.size)
-        words = "vectors, one for each dtype"
-        forms["vectors"] = Form(treedef, tuple(blocks), tuple(map(tuple, members)), layout.paths, words)
+        make = lambda slots: Block.vector(slots, slots[0].dtype)
+        form = Form.of(dtypes, layout.slots, layout.paths, "vectors, one for each dtype", make)
+        for slots, block in zip(form.members, form.blocks, strict=True):
+            _check_vector([layout.slots[i] for i in slots], block.dtype, block.size)
+        forms["vectors"] = form
     return forms["vectors"]
 
 
@@ -413,13 +423,13 @@ def reals_of(layout: Layout) -> Form:
         return vector_of(layout)
     if "reals" not in forms:
         reals = [
-            (slot.shape, jnp.finfo(slot.dtype).dtype)
+            jax.ShapeDtypeStruct(slot.shape, jnp.finfo(slot.dtype).dtype)
             for slot in layout.slots
             for _ in range(2 if is_complex(slot.dtype) else 1)
         ]
-        shapes, dtypes = zip(*reals, strict=True)
-        dtype = common_dtype(dtype for shape, dtype in reals if 0 not in shape)
-        forms["reals"] = _in_one(Block.vector(shapes, dtypes, dtype), layout)
+        dtype = common_dtype(real.dtype for real in reals if real.size)
+        make = functools.partial(Block.vector, dtype=dtype)
+        forms["reals"] = Form.of(list(range(len(reals))), reals, layout.paths, "a vector", make)
     return forms["reals"]
 
 
@@ -440,38 +450,7 @@ def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]], *, is_
         for slot in numbers:
             key = layout.slots[slot].key
             tree[name].setdefault(f"{key} {slot}" if is_apart else key, []).append(slot)
-    return _stacks(tree.get(None, tree), layout.paths, layout.slots)
-
-
-def stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[str] | None = None) -> Form:
-    """Returns stacks of those arrays whose shape and dtype several share.
-
-    `groups`: the group of each array. A stack holds only arrays of one group, wherever each is stored now.
-    """
-    # Layers have frozen arrays too, such as masks, and a scan over layers needs these with an axis over the layers. So
-    # what there are several of is stacked once, here, and not in each step.
-    alike: dict[Any, list[int]] = {}
-    for i, array in enumerate(arrays):
-        # A stack has no weak type, JAX joins no keys, NumPy has dtypes that JAX has not, and what lies on other devices
-        # stays there.
-        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        is_split = groups is None and (is_sharded(array) or split(array) is not None)
-        if isinstance(array, np.ndarray) or is_key or array.weak_type or is_split:
-            continue
-        where = groups[i] if groups is not None else _devices_of(array)
-        alike.setdefault((describe(array), where), []).append(i)
-    several = [rows for rows in alike.values() if len(rows) > 1]
-    form = _stacks({f"{i:06}": rows for i, rows in enumerate(several)}, [""] * len(arrays), arrays)
-    return dataclasses.replace(form, blocks=tuple([dataclasses.replace(each, dtypes=()) for each in form.blocks]))
-
-
-def _devices_of(array: jax.Array) -> Any:
-    """Returns the sharding of an array that is committed to it, otherwise `None`."""
-    return array.sharding if not isinstance(array, Tracer) and array.committed else None
-
-
-def _in_one(block: Block, layout: Layout) -> Form:
-    return Form(_ONE, (block,), (tuple(range(len(block.shapes))),), layout.paths, "a vector")
+    return Form.of(tree.get(None, tree), layout.slots, layout.paths, "the stacks of tp.stack")
 
 
 def _check_vector(slots: Sequence[Slot], dtype: np.dtype, length: int) -> None:
@@ -507,13 +486,3 @@ def _grouped(layout: Layout, groups: object) -> dict[str, list[int]]:
             f"trained, but in no group: {quoted(paths)}; add a group for the rest, groups={{..., 'rest': '**'}}"
         )
     return found
-
-
-def _stacks(tree: PyTree, paths: Sequence[str], slots: Sequence[Any]) -> Form:
-    """Returns the form for this tree of slot numbers (or numbers of arrays like slots): a list for each stack."""
-    members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
-    blocks = [Block.rows(slots[rows[0]].shape, slots[rows[0]].dtype, len(rows)) for rows in members]
-    return Form(treedef, tuple(blocks), tuple(map(tuple, members)), tuple(paths), "the stacks of tp.stack")
-
-
-NOTHING = stacks_of_arrays([])

@@ -33,12 +33,6 @@ def first_axis_whole(array: jax.Array) -> jax.Array:
     return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
 
 
-def alike(arrays: Sequence[Any]) -> list[Any]:
-    """Gives arrays of one shape the same placement by type: the one that all have, or else whole on each device."""
-    shardings = {jax.typeof(array).sharding for array in arrays if is_sharded(array)}
-    return list(arrays if len(shardings) <= 1 and all(map(is_sharded, arrays)) else map(replicated, arrays))
-
-
 def laid_as(array: jax.Array, like: ArrayLike) -> jax.Array:
     """Returns the array split over the devices like another; unchanged if the other is whole on each device."""
     # Where an array lies is part of its type on an explicit mesh, and a fact about its buffers on any other. A tracer

@@ -3,6 +3,7 @@
 Nodes of one kind, such as layers, become one with a leading axis; stored in sequence, they are cut as one block.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -11,6 +12,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
 from .._slots.index import Index, summary_of
@@ -21,11 +24,11 @@ from .._slots.ties import Alias
 from .._slots.where import Where, name_of, nodes_in, subtreedefs
 from .._tree.static_keys import static_key
 from .._tree.structure import is_array
-from .._tree.text import as_text, quoted
+from .._tree.text import describe, quoted
 from .._tree.types import PyTree, TreeDef
 from .block import cast, cut_columns, stacked
-from .form import NOTHING, Form, stacks_of_arrays
-from .mesh import broadcast_as
+from .form import Form
+from .mesh import broadcast_as, is_sharded, split
 from .view import View
 
 # -- Nodes of one kind -------------------------------------------------------------------------------------------------
@@ -102,8 +105,8 @@ class _Unbuilt:
                 wanted.setdefault(at.block, set()).add(at.number)
         pieces: dict[tuple[int, int], Any] = {}
         for block, numbers in wanted.items():
-            found, _ = self.blocks[block].between(self.leaves[block], sorted(numbers))
-            pieces |= zip([(block, number) for number in sorted(numbers)], found[1::2], strict=False)
+            found = self.blocks[block].some(self.leaves[block], sorted(numbers))
+            pieces |= zip([(block, number) for number in sorted(numbers)], found, strict=True)
         value = lambda at: self.singles[at.number] if at.block is None else self._value(at, pieces[at.block, at.number])
         return list(map(value, places))
 
@@ -141,6 +144,38 @@ class _Unbuilt:
         return at.block, shape, at.alias and at.alias.transforms
 
 
+# -- Frozen arrays ----------------------------------------------------------------------------------------------------
+
+
+def _stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[str] | None = None) -> Form:
+    """Returns stacks of those arrays whose shape and dtype several share.
+
+    `groups`: the group of each array. A stack holds only arrays of one group, wherever each is stored now.
+    """
+    # Layers have frozen arrays too, such as masks, and a scan over layers needs these with an axis over the layers. So
+    # what there are several of is stacked once, here, and not in each step.
+    alike: dict[Any, list[int]] = {}
+    for i, array in enumerate(arrays):
+        # A stack has no weak type, JAX joins no keys, NumPy has dtypes that JAX has not, and what lies on other devices
+        # stays there.
+        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        is_split = groups is None and (is_sharded(array) or split(array) is not None)
+        if isinstance(array, np.ndarray) or is_key or array.weak_type or is_split:
+            continue
+        where = groups[i] if groups is not None else _devices_of(array)
+        alike.setdefault((describe(array), where), []).append(i)
+    several = [rows for rows in alike.values() if len(rows) > 1]
+    form = Form.of({f"{i:06}": rows for i, rows in enumerate(several)}, arrays, [""] * len(arrays), "stacks")
+    return dataclasses.replace(form, blocks=tuple([dataclasses.replace(each, dtypes=()) for each in form.blocks]))
+
+
+def _devices_of(array: jax.Array) -> Any:
+    """Returns the sharding of an array that is committed to it, otherwise `None`."""
+    return array.sharding if not isinstance(array, Tracer) and array.committed else None
+
+
+_NOTHING = _stacks_of_arrays([])
+
 # -- Restructure -------------------------------------------------------------------------------------------------------
 
 M = TypeVar("M")
@@ -161,7 +196,7 @@ class Restructure(Generic[M]):
         self,
         rest: Rest[M],
         form: Form,
-        held: Form = NOTHING,
+        held: Form = _NOTHING,
         stacks: Sequence[Any] = (),
         gather: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -428,7 +463,7 @@ class Restructure(Generic[M]):
 
     def __str__(self) -> str:
         index, _, places = known_leaves(self)
-        return as_text(summary_of(index, places).blocks)
+        return str(summary_of(index, places))
 
 
 Restructure.__module__ = "treeparams"
@@ -481,11 +516,11 @@ def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], 
 def restructure_over(rest: Rest[M], form: Form, groups: Sequence[str] | None = None) -> Restructure[M]:
     """Returns the way back from a form; beside stacks it also stacks frozen arrays of one shape, to be scanned too.
 
-    `groups`: see `stacks_of_arrays`.
+    `groups`: see `_stacks_of_arrays`.
     """
     if form.is_bare:
         return Restructure(rest, form)
     kept = list(kept_arrays(rest).values())
-    held = stacks_of_arrays(kept, groups)
+    held = _stacks_of_arrays(kept, groups)
     left = [None if i in held.locations else array for i, array in enumerate(kept)]
     return Restructure(with_kept_arrays(rest, left), form, held, jtu.tree_leaves(held.join(kept)))

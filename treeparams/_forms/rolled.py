@@ -26,7 +26,6 @@ from .._programs import (
     Walk,
     backward,
     bind,
-    called,
     derivative,
     is_floating,
     is_high,
@@ -35,7 +34,7 @@ from .._programs import (
     programs,
 )
 from .._tree.static_keys import static_key
-from .block import cut, cut_columns, cut_p
+from .block import cut, cut_columns
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -106,7 +105,7 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
             return _Evaluation(program, pieces, steps).run(operands)
         if _best(equations, pieces, least=1) is not None:  # not worth a word
             return jex.jaxpr_as_fun(closed)(*operands)
-        if any(each.primitive is cut_p and not each.params["rank"] for each in program.equations):
+        if any(each.primitive.name == "cut" and not each.params["rank"] for each in program.equations):
             reason = "parameters come from a vector, and a scan over a vector is slow; take tp.stack(model)"
         elif not pieces:
             reason = "no parameter comes from a stack; write `stacks, restructure = tp.stack(model)`, call the "
@@ -139,7 +138,7 @@ class _Program(Walk[_Var]):
         return var
 
     def step(self, eqn: _Equation, its: list[_Var]) -> list[_Var]:
-        within = called(eqn) if eqn.primitive.name == "jit" else None
+        within = self.program_of(eqn) if eqn.primitive.name == "jit" else None
         if within is not None:
             return self.run(within, its)
         made = [jex.Var(var.aval) for var in eqn.outvars]  # the program may stand at many places
@@ -182,7 +181,7 @@ def _strips_of(equation: _Equation, roots: set[_Var], found: dict[_Var, _Run]) -
     """Returns the pieces that are the results of an equation; nothing if they are none."""
     name, params, operand = equation.primitive.name, equation.params, equation.invars[0]
     shape, of = operand.aval.shape, found.get(operand)
-    if equation.primitive is cut_p and len(shape) == 1 + params["rank"] > 1:
+    if name == "cut" and len(shape) == 1 + params["rank"] > 1:
         sizes = [math.prod(each[: len(each) - params["rank"]]) for each in params["shapes"]]
         starts = itertools.accumulate(sizes, initial=0)
         return [_Run(operand, *each, params["rank"]) for each in zip(starts, sizes, params["shapes"], strict=False)]

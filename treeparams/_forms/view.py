@@ -15,7 +15,6 @@ from .._slots.layout import Layout, index_of, slot_at, slots_in
 from .._slots.where import Where, select
 from .._tree.text import first_few
 from .._tree.types import is_complex
-from .block import cut, join
 from .form import Form
 from .mesh import laid_as, replicated
 
@@ -198,20 +197,21 @@ class _Selected(NamedTuple):
 
     def _changed(self, change: Callable[[Any, Any], Any], value: Values) -> Any:
         leaves = list(map(jnp.asarray, self.leaves))
-        news: dict[int, dict[int, Any]] = {}  # of each leaf, by number within it
+        news: dict[int, dict[int, Callable[[jax.Array], jax.Array]]] = {}  # of each leaf, by number within it
         dtypes = [leaves[self.form.locations[number][0]].dtype for number in self.numbers]
+
+        def of(new: jax.Array) -> Callable[[jax.Array], jax.Array]:
+            def changed(old: jax.Array) -> jax.Array:
+                its = replicated(new.astype(old.dtype))
+                return laid_as(change(old, laid_as(its.reshape(old.shape), old) if its.ndim else its), old)
+
+            return changed
+
         for number, new in zip(self.numbers, _values_for(self.slots, dtypes, value), strict=True):
             b, n = self.form.locations[number]
-            news.setdefault(b, {})[n] = new
+            news.setdefault(b, {})[n] = of(new)
         for b, its in news.items():
-            # The pieces that change and the gaps between them, cut, changed and joined: one copy, however many change.
-            block, leaf = self.form.blocks[b], leaves[b]
-            pieces, shapes = block.between(block.gathered(leaf), sorted(its))
-            for i, n in enumerate(sorted(its)):
-                old, new = pieces[2 * i + 1], its[n].astype(leaf.dtype)
-                new = laid_as(replicated(new).reshape(old.shape), old) if new.ndim else replicated(new)
-                pieces[2 * i + 1] = laid_as(change(old, new), old)
-            leaves[b] = laid_as(join(pieces, shapes, block.shape[0], block.rank), leaf)
+            leaves[b] = self.form.blocks[b].changed(leaves[b], its)
         return jtu.tree_unflatten(self.form.treedef, leaves)
 
 
@@ -232,7 +232,8 @@ def _values_for(slots: Sequence[Slot], dtypes: Sequence[Any], value: Values) -> 
                 f"expected a number, a mapping from paths to arrays, or a vector of the {size} elements selected, got "
                 f"shape {whole.shape}"
             )
-        values = cut(replicated(whole), tuple((slot.size,) for slot in slots)) if whole.ndim else [whole] * len(slots)
+        ends = np.cumsum([slot.size for slot in slots])[:-1]
+        values = jnp.split(replicated(whole), ends) if whole.ndim else [whole] * len(slots)
     for slot, dtype, new in zip(slots, dtypes, values, strict=True):
         if is_complex(new.dtype) and not is_complex(dtype):
             raise TypeError(f"{slot.path!r} is in an array of {dtype}, which cannot hold {new.dtype}")

@@ -215,13 +215,27 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
     _note("said", structure, [(tie.source, tie.leaf) for tie in index.ties if tie.is_said and not tie.transforms])
     unsaid = [(each.source, each.leaf) for each in index.ties if not each.is_said and index.trained[each.leaf]]
     pairs = _unknown("said", structure, unsaid)
+    if not pairs:
+        return
     _note("said", structure, pairs)  # there is no more to say of them
     is_constant = functools.cache(lambda leaf: _is_one_number(_pieces_read(leaves[leaf])))
-    pairs = [pair for pair in pairs if leaves[pair[0]].size > 1 and _is_accident(structure, pair, is_constant)]
+    are_copies = pairs == unsaid and _is_one_node_repeated(structure)
+    if not are_copies:
+        pairs = [pair for pair in pairs if leaves[pair[0]].size > 1 and _is_accident(structure, pair, is_constant)]
     if pairs:
-        warn(_unsaid_in_words(structure, pairs))
+        reason = "in nodes that are the same throughout" if are_copies else "whose elements are all equal"
+        warn(_unsaid_in_words(structure, pairs, reason))
         # Where they part from now on, nobody has lost anything.
         note_untied(structure, [leaf for pair in pairs for leaf in pair])
+
+
+def _is_one_node_repeated(structure: Structure) -> bool:
+    """Returns whether a model is only a list, tuple or dictionary of the same node, as `[net] * 4`."""
+    children = [node for node in structure.nodes if len(node.entries) == 1]
+    held = [_arrays_below(structure, node) for node in children]
+    is_all = sum(node.stop - node.start for node in children) == len(structure.specs)
+    is_plain = bool(children) and structure.nodes[0].cls in (list, tuple, dict)
+    return is_plain and is_all and len(held) > 1 and all(arrays == held[0] for arrays in held)
 
 
 def _arrays_below(structure: Structure, node: Node) -> list[tuple[tuple[str, ...], int]]:
@@ -247,19 +261,20 @@ def _is_accident(structure: Structure, pair: _Pair, is_constant: Callable[[int],
     return True
 
 
-def _unsaid_in_words(structure: Structure, pairs: Sequence[_Pair]) -> str:
+def _unsaid_in_words(structure: Structure, pairs: Sequence[_Pair], reason: str) -> str:
     places: dict[int, list[str]] = {}
     for source, leaf in pairs:
         places.setdefault(source, [structure.paths[source]]).append(structure.paths[leaf])
     groups = [" and ".join([first_few(list(map(repr, its[:-1]))), repr(its[-1])]) for its in places.values()]
     source, alias = next(iter(places.values()))[:2]
-    return _UNSAID.format(first_few(groups), repr(source), repr(alias))
+    return _UNSAID.format(first_few(groups), repr(source), repr(alias), reason)
 
 
 _UNSAID = (
-    "{0} are one array, whose elements are all equal, so they train as one parameter. If they only start with equal "
-    "values, write model = tp.untie(model), or make a separate array for each. If they are meant to be tied, declare "
-    "it: tp.field(tied_to=...) in the class, tp.tie(model, {2}, to={1}), or tp.layout(model, ties={{{2}: {1}}})"
+    "{0} are one array, {3}, so they train as one parameter. If they only start with equal values (biases, an "
+    "ensemble, a target network), write model = tp.untie(model), or make a separate array for each. If they are meant "
+    "to be tied, declare it: tp.field(tied_to=...) in the class, tp.tie(model, {2}, to={1}), or "
+    "tp.layout(model, ties={{{2}: {1}}})"
 )
 
 

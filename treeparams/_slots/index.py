@@ -12,8 +12,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.paths import join_path, split_path
-from .._tree.structure import Structure, getter
-from .._tree.text import AS_ARRAY, Table, as_html, as_text, describe, first_few, in_bytes, quoted, warn
+from .._tree.structure import Avals, Structure, getter
+from .._tree.text import AS_ARRAY, Printed, Table, describe, first_few, in_bytes, quoted, warn
 from .._tree.types import PyTree, TreeDef, is_complex
 from .ties import Alias, followers
 from .where import Where, declared_frozen, name_of, select
@@ -76,6 +76,7 @@ class Index:
     def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
         self.structure = structure
         self.forms: dict[Any, Any] = {}  # those that were asked for
+        self._avals = Avals()  # of arrays with the shapes of the slots
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
         # For accidents with ties: as of which change of the memory. A mask, or a callable, makes an index at each call.
         self.checked: dict[str, int] = structure.remember(("checked", trained, ties), dict)
@@ -134,7 +135,7 @@ class Index:
 
     def have_shapes(self, arrays: Sequence[Any]) -> bool:
         """Returns whether these are arrays, one for each slot, of its shape."""
-        return [getattr(each, "shape", None) for each in arrays] == self.shapes
+        return self._avals.fit(arrays, lambda: [getattr(each, "shape", None) for each in arrays] == self.shapes)
 
     @functools.cached_property
     def dtypes(self) -> list[Any]:
@@ -238,7 +239,7 @@ class _Row(NamedTuple):
         return [self.path or '""', shape, self.dtype, *sizes, self.role, self.place, self.tied_to]
 
 
-class Summary:
+class Summary(Printed):
     """A table of a model's arrays, made by `tp.summary`. It prints as text, and as a table in a notebook.
 
     Attributes:
@@ -264,10 +265,10 @@ class Summary:
         self.blocks: list[Table | str] = [Table(header, lines, right=_NUMBERS), "", Table(below[0], below[1:])]
 
     def __repr__(self) -> str:
-        return as_text(self.blocks)
+        return str(self)
 
-    def _repr_html_(self) -> str:
-        return as_html(self.blocks)
+    def _blocks(self) -> list[Table | str]:
+        return self.blocks
 
 
 Summary.__module__ = "treeparams.types"

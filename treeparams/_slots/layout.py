@@ -19,7 +19,7 @@ from .._tree.difference import Diff, Difference, compare, spec_rows, tie_rows
 from .._tree.paths import nearest
 from .._tree.static_keys import contents
 from .._tree.structure import Structure, structure_of
-from .._tree.text import Table, as_html, as_text, describe, first_few, first_lines
+from .._tree.text import Printed, Table, describe, first_few, first_lines
 from .._tree.types import PyTree, common_dtype
 from . import accidents
 from .accidents import meet, note_ties, warn_of_accidents, warn_of_parted_ties
@@ -28,7 +28,7 @@ from .ties import Alias, find_ties
 from .where import Where, decide, select
 
 
-class Layout:
+class Layout(Printed):
     """The static map of a model's parameters: which are trained, and which are tied.
 
     You get one from `tp.layout`. Two layouts are equal if they describe models of the same structure, static fields,
@@ -58,9 +58,6 @@ class Layout:
         raise AttributeError(
             f"a Layout is immutable, so {name!r} cannot be set; layout.freeze and layout.thaw return a new one"
         )
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Layout is immutable, so {name!r} cannot be deleted")
 
     # -- What it says
 
@@ -276,12 +273,6 @@ class Layout:
         counts += f", {self.size:,} element{'s' * (self.size != 1)}, {self.dtype}"
         return f"Layout({counts}; {frozen} frozen; digest {self.digest})"
 
-    def __str__(self) -> str:
-        return as_text(self._blocks())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._blocks())
-
     def _blocks(self) -> list[Table | str]:
         return [*summary_of(self._index).blocks, *self._notes]
 
@@ -434,8 +425,9 @@ def layout(
         UserWarning: once for each kind of model, in any of these cases. The model is traced, and the library has met a
             model of its structure with ties that this one no longer has. The model is not traced, and one array has
             become two that are equal bit for bit. Trained paths hold one array whose elements are all equal, although
-            nothing (a class, `ties`, `tp.tie`) ties them and they are not part of a layer that is used twice. A Python
-            float, which does not train, is beside parameters in a dict, list or tuple.
+            nothing (a class, `ties`, `tp.tie`) ties them and they are not part of a layer that is used twice. The model
+            is a list, tuple or dictionary of the same node, repeated. A Python float, which does not train, is beside
+            parameters in a dict, list or tuple.
     """
     leaves, _, structure = structure_of(model)
     check_is_model(leaves, structure)

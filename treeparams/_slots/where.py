@@ -18,7 +18,7 @@ from .._tree.declare import Declared
 from .._tree.difference import compare
 from .._tree.paths import Glob, join_path, nearest, quote
 from .._tree.structure import Node, Structure, flatten, is_array, same_treedef, scan_tree
-from .._tree.text import AS_ARRAY, describe, function_name, in_short, quoted
+from .._tree.text import AS_ARRAY, describe, first_few, function_name, in_short, quoted
 from .._tree.types import PyTree, TreeDef
 from .ties import Alias, Follows, declaring_nodes, followers
 
@@ -318,13 +318,8 @@ def _found_in(
     why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
     if why and any(structure.values[i] in ("float", "complex") for i in selected):
         why += f"; to train a number, {AS_ARRAY}"
-    raise ValueError(f"{name_of(match.where)} selects no {kind}, only {_some(structure, selected)}{why}")
-
-
-def _some(structure: Structure, selected: Collection[int], count: int = 3) -> str:
-    """Describes a few of these leaves."""
-    shown = ", ".join(structure.describe(i) for i in sorted(selected)[:count])
-    return shown + (f" and {len(selected) - count} more" if len(selected) > count else "")
+    only = first_few(list(map(structure.describe, sorted(selected))))
+    raise ValueError(f"{name_of(match.where)} selects no {kind}, only {only}{why}")
 
 
 def name_of(where: object, *, with_line: bool = True) -> str:
@@ -366,7 +361,7 @@ def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]
 
     def find() -> list[_Span]:
         found = _outermost_nodes(structure, where)
-        return _check_alike(structure, where, found) if are_alike else found
+        return _as_alike(structure, where, found) if are_alike else found
 
     is_sure = isinstance(where, (str, re.Pattern, type))
     return structure.remember(("nodes", where, are_alike), find) if is_sure else find()
@@ -394,7 +389,7 @@ def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
     return sorted(found, key=lambda span: (span.start, span.stop))
 
 
-def _check_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_Span]:
+def _as_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_Span]:
     """Returns the nodes, if they have one structure, with leaves of the same shapes and dtypes."""
     first = spans[0]
     cls = None if first.number is None else structure.nodes[first.number].cls
@@ -482,8 +477,9 @@ def _chosen(structure: Structure, follows: Follows, trainable: object) -> dict[i
     for match in chosen:
         found = _found_in(structure, match, structure.parameters)
         if found <= frozen:
+            its = first_few(list(map(structure.describe, sorted(found))))
             raise ValueError(
-                f"{name_of(match.where)} selects only leaves that are declared frozen ({_some(structure, found)}); "
+                f"{name_of(match.where)} selects only leaves that are declared frozen ({its}); "
                 "to train them anyway, pass a layout that thaws them: tp.layout(model, thaw=...)"
             )
         selected |= _whole(found, follows)

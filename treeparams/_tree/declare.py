@@ -110,17 +110,11 @@ else:
             raise ValueError(f"a static field is not part of the tree: drop `static=True` or `{name}`")
         if said:
             kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
-        try:
-            return eqx.field(**kwargs)
-        except TypeError:
-            theirs = inspect.signature(eqx.field).parameters | inspect.signature(dataclasses.field).parameters
-            said = unknown_argument("tp.field", [*_FIELD, *theirs], kwargs)
-            if said:
-                raise TypeError(said) from None
-            raise  # it is about the values
-
-
-_FIELD = ("trainable", "tied_to", "transform")
+        theirs = inspect.signature(eqx.field).parameters | inspect.signature(dataclasses.field).parameters
+        unknown = unknown_argument("tp.field", ["trainable", "tied_to", "transform", *theirs], kwargs)
+        if unknown:
+            raise TypeError(unknown)
+        return eqx.field(**kwargs)
 
 
 def declare(cls: type, *, freeze: str | Sequence[str] = (), ties: Given | None = None) -> None:

@@ -17,7 +17,7 @@ from .declare import is_box
 from .paths import join_path, quote, sibling_entries
 from .static_keys import contents, static_key
 from .structure import Spec, Structure, keys_of, take
-from .text import Table, as_html, as_text, both_in_text, describe, first_few, in_text
+from .text import Printed, Table, both_in_text, describe, first_few, in_text
 from .types import PyTree
 
 _WORDS = {"class": "is a", "static": "has other static values:", "value": "has other values:", "tie": "is tied to"}
@@ -49,7 +49,7 @@ class Difference(NamedTuple):
         return f"{where} {_WORDS.get(self.what, 'is')} {self.first} {one}, {again}{self.second} {other}"
 
 
-class Diff:
+class Diff(Printed):
     """The differences of two trees or layouts, by path; false if there are none. You get one from `tp.diff`.
 
     It prints as a table, in a notebook too: first the differences that a compiler sees, in tree order, then arrays
@@ -80,12 +80,6 @@ class Diff:
 
     def __repr__(self) -> str:
         return f"Diff({self._total()}{f' ({first_few(self.paths)})' if self.rows else ''})"
-
-    def __str__(self) -> str:
-        return as_text(self._blocks())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._blocks())
 
     def _blocks(self) -> list[Table | str]:
         seen = [row for row in self.rows if row.what != "elements"]

@@ -11,6 +11,7 @@ within one entry, as in `fnmatch`, and `**` matches any number of entries, inclu
 import difflib
 import fnmatch
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -175,12 +176,9 @@ class Glob:
         >>> [Glob(glob).selects(("layers", "0", "weight")) for glob in globs]
         [True, True, False]
         """
-        states = self.start
-        for entry in entries:
-            if self.end(states) is not None:
-                return True
-            states = self.step(states, entry)
-        return self.end(states) is not None
+        return any(
+            self.end(states) is not None for states in itertools.accumulate(entries, self.step, initial=self.start)
+        )
 
     def filled(self, stars: Sequence[_Star]) -> str:
         """Returns the path with these texts in place of the stars, of either kind.

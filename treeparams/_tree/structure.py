@@ -41,7 +41,7 @@ _MEMORIES = 256  # derived things per structure; far more than a program uses
 take = jtu.default_registry.flatten_one_level_with_keys
 """The children of a node with their keys, and its static value; `None` of a leaf."""
 _NO_KEY = jtu.FlattenedIndexKey  # the key that JAX gives where a class is registered without keys
-_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_shape, _dtype, _aval = map(operator.attrgetter, ("shape", "dtype", "aval"))
 
 
 def same_treedef(a: TreeDef, b: TreeDef) -> bool:
@@ -58,6 +58,32 @@ def getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     if list(indices) == list(range(start, stop)):  # a slice takes a fifth of the time, and a model is often one
         return lambda items: tuple(items[start:stop])
     return operator.itemgetter(*indices)
+
+
+class Avals:
+    """The avals of the arrays that fitted last.
+
+    Arrays that come out of one program share these objects from call to call. To find them the same takes a third of
+    the time of comparing shapes and dtypes.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[Any] = []
+
+    def fit(self, arrays: Sequence[Any], are_right: Callable[[], bool]) -> bool:
+        """Returns whether the arrays have the avals of the last ones that fitted, or else whether they are right."""
+        try:
+            avals = list(map(_aval, arrays))
+        except AttributeError:  # of NumPy arrays, of labels, and of arrays that are only described
+            return are_right()
+        # Lists compare objects before values. Comparing the values of each takes longer than comparing shapes, so the
+        # last ones tell whether it is worth a try.
+        if avals and self._last and avals[-1] is self._last[-1] and avals == self._last:
+            return True
+        if are_right():
+            self._last = avals
+            return True
+        return False
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
@@ -164,7 +190,9 @@ class Structure:
     def kind_of(self, number: int) -> int:
         """Returns the kind of one node, without those of the others."""
         node = self.nodes[number]
-        entries = tuple([each[len(node.entries) :] for each in self.entries[node.start : node.stop]])
+        entries = self.entries[node.start : node.stop]
+        if node.entries:
+            entries = tuple([each[len(node.entries) :] for each in entries])
         are_parameters = tuple([spec and spec.parameter for spec in self.specs[node.start : node.stop]])
         return hash((entries, are_parameters, tuple([each.cls for each in self.nodes[number : node.last]])))
 
@@ -230,12 +258,14 @@ class Structure:
 
 def scan_tree(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     """Works out the structure of a tree."""
-    read = _read(tree)
+    read = _read_nodes(tree)
     specs: list[Spec | None] = []
     same, first = list(range(len(leaves))), {}
+    kinds = set(map(type, leaves))
+    of_jax = {kind for kind in kinds if _is_array_type(kind) and not issubclass(kind, np.ndarray)}
     for i, leaf in enumerate(leaves):
         try:
-            spec = _spec(leaf)
+            spec = _spec_of(leaf.shape, leaf.dtype) if type(leaf) in of_jax else _spec(leaf)
         except TypeError as error:
             raise TypeError(
                 f"{join_path(read['entries'][i])!r} is a NumPy array of {leaf.dtype}, which JAX does not support; "
@@ -255,7 +285,7 @@ def scan_tree(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structur
         first=tuple(same),
         settled=frozenset not in one_of_each and all(map(is_settled, one_of_each.values())),
         refs=_refs_in(leaves),
-        is_traced=any(issubclass(kind, Tracer) for kind in set(map(type, leaves))),
+        is_traced=any(issubclass(kind, Tracer) for kind in kinds),
         **read,
     )
 
@@ -264,7 +294,7 @@ def _refs_in(leaves: Sequence[Any]) -> frozenset[int]:
     return frozenset([i for i, leaf in enumerate(leaves) if is_ref(leaf)])
 
 
-def _read(tree: PyTree) -> dict[str, Any]:
+def _read_nodes(tree: PyTree) -> dict[str, Any]:
     """Returns the nodes of a tree, the entries of its leaves, and the keys of all static values: fields of `Structure`.
 
     The tree is taken apart one level at a time, which gives keys, children and static value of a node together.
@@ -363,7 +393,7 @@ def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 def _from_skeleton(skeleton: PyTree, specs: Any, values: Any, first: Any, settled: bool, refs: Any) -> Structure:
     arrays = {"specs": specs, "values": values, "first": first, "settled": settled, "refs": refs}
-    return Structure(treedef=jtu.tree_structure(skeleton), is_unpickled=True, **arrays, **_read(skeleton))
+    return Structure(treedef=jtu.tree_structure(skeleton), is_unpickled=True, **arrays, **_read_nodes(skeleton))
 
 
 def _spec(leaf: Any) -> Spec | None:
@@ -438,36 +468,40 @@ _PER_BUCKET = 64
 class _Known:
     """A structure and the tree it was worked out from; a tree that agrees in all of this has the same structure."""
 
-    def __init__(self, structure: Structure, leaves: list[Any], treedef: TreeDef, statics: list[Any]) -> None:
+    def __init__(
+        self, structure: Structure, leaves: list[Any], treedef: TreeDef, context: Any, statics: list[Any], settled: bool
+    ) -> None:
         self.structure = structure
         structure.remember("known", lambda: self)  # whoever holds the structure keeps it known
-        self.treedef, self.context, self.types = treedef, _context(), list(map(type, leaves))
+        self.treedef, self.context, self.types = treedef, context, list(map(type, leaves))
         # The leaves whose type is that of an array. An object or text array is none to JAX, but its type is.
         pairs = enumerate(zip(leaves, structure.specs, strict=True))
         self.positions = [i for i, (leaf, spec) in pairs if spec is not None or isinstance(leaf, np.ndarray)]
         self.arrays = getter(self.positions)
         found = self.arrays(leaves)
-        self.shapes, self.dtypes = list(map(_shape, found)), list(map(_dtype, found))
+        self.shapes, self.dtypes, self.avals = list(map(_shape, found)), list(map(_dtype, found)), Avals()
         self.distinct = len(set(map(id, found)))
         # Of a NumPy array the type says nothing of the dtype.
         self.numpy = getter([i for i in self.positions if isinstance(leaves[i], np.ndarray)])
         self.numpy_dtypes = list(map(_dtype, self.numpy(leaves)))
         self.statics = statics  # holding them keeps their identity theirs
-        # If the same static objects can have another content, a snapshot is kept.
-        self.key = None if all(map(is_settled, _distinct(statics).values())) else _keys_of(statics)
+        self.key = None if settled else _keys_of(statics)  # a snapshot, if the same objects can have another content
 
-    def fits(self, leaves: list[Any], treedef: TreeDef, kinds: list[type], statics: list[Any], by_shape: bool) -> bool:
+    def fits(
+        self, leaves: list[Any], treedef: TreeDef, context: Any, kinds: list[type], statics: list[Any], by_shape: bool
+    ) -> bool:
         """Returns whether a tree has this structure; without `by_shape` up to the shapes and dtypes of JAX's arrays.
 
         Cheap comparisons that often fail come first. Each is one call that runs in C, however many leaves there are.
         """
-        if self.types != kinds or self.context != _context() or not same_treedef(self.treedef, treedef):
+        if self.types != kinds or self.context != context or not same_treedef(self.treedef, treedef):
             return False
         # Of a tracer the type does not tell whether it is a ref.
         if self.structure.is_traced and _refs_in(leaves) != self.structure.refs:
             return False
         arrays = self.arrays(leaves)
-        if by_shape and (list(map(_shape, arrays)) != self.shapes or list(map(_dtype, arrays)) != self.dtypes):
+        are_right = lambda: list(map(_shape, arrays)) == self.shapes and list(map(_dtype, arrays)) == self.dtypes
+        if by_shape and not self.avals.fit(arrays, are_right):
             return False
         if not by_shape and self.numpy_dtypes != list(map(_dtype, self.numpy(leaves))):
             return False
@@ -483,18 +517,10 @@ class _Known:
         return all(map(operator.is_, statics, self.statics)) or _keys_of(statics) == _keys_of(self.statics)
 
 
-def _context() -> tuple[int, np.dtype]:
-    """Returns all that a structure depends on besides its tree: the declarations, and whether JAX has 64 bits."""
-    return registry.version, jax.dtypes.canonicalize_dtype(np.float64)
-
-
-def _distinct(statics: Sequence[Any]) -> dict[int, Any]:
-    """Returns each object once, by identity: many nodes hold the same, such as an activation."""
-    return dict(zip(map(id, statics), statics, strict=True))
-
-
 def _keys_of(statics: Sequence[Any]) -> list[Hashable]:
-    keys = {number: static_key(each, strict=True) for number, each in _distinct(statics).items()}
+    # Many nodes hold the same object, such as an activation.
+    distinct = dict(zip(map(id, statics), statics, strict=True))
+    keys = {number: static_key(each, strict=True) for number, each in distinct.items()}
     return list(map(keys.__getitem__, map(id, statics)))
 
 
@@ -511,14 +537,18 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
     """
     leaves, treedef = flatten(tree)
     kinds, statics, hashed = list(map(type, leaves)), static_values(treedef), hash(treedef)
+    # A structure depends on the declarations too, and on whether JAX has 64 bits.
+    context = registry.version, jax.dtypes.canonicalize_dtype(np.float64)
     bucket = _known.get(hashed, [])
     for i, known in enumerate(bucket):
-        if known.fits(leaves, treedef, kinds, statics, by_shape):
+        if known.fits(leaves, treedef, context, kinds, statics, by_shape):
             if i:  # to the front, where it is found at once; in a new list, since another thread may read the old one
                 _known[hashed] = [known, *bucket[:i], *bucket[i + 1 :]]
             return leaves, treedef, known.structure
-    known = _Known(scan_tree(tree, leaves, treedef), leaves, treedef, statics)
-    if all(map(is_harmless, _distinct(statics).values())):
+    looked_at = {id(each): each for each in statics if type(each) is not str}.values()  # keys of dictionaries are many
+    settled = all(map(is_settled, looked_at))
+    known = _Known(scan_tree(tree, leaves, treedef), leaves, treedef, context, statics, settled)
+    if all(map(is_harmless, looked_at)):
         with _changing:
             # A new list, since another thread may be reading the old one. The newest first: it is the likeliest.
             _known[hashed] = [known, *_known.get(hashed, ())][:_PER_BUCKET]

@@ -208,10 +208,10 @@ class Table(NamedTuple):
         return [list(map(_in_one_line, row)) for row in (self.header, *rows)]
 
 
-def as_text(blocks: Sequence[Table | str]) -> str:
+def _as_text(blocks: Sequence[Table | str]) -> str:
     """Formats tables with aligned columns, and lines of text.
 
-    >>> print(as_text([Table(["path", "size"], [["a", "10"]], right=[1]), "", "10 elements"]))
+    >>> print(_as_text([Table(["path", "size"], [["a", "10"]], right=[1]), "", "10 elements"]))
     path  size
     a       10
     <BLANKLINE>
@@ -230,10 +230,10 @@ def as_text(blocks: Sequence[Table | str]) -> str:
     return "\n".join(lines)
 
 
-def as_html(blocks: Sequence[Table | str]) -> str:
+def _as_html(blocks: Sequence[Table | str]) -> str:
     """Formats tables and lines of text for a notebook.
 
-    >>> as_html(["10 elements"])
+    >>> _as_html(["10 elements"])
     '<div style="text-align:left"><p style="font-family:monospace">10 elements</p></div>'
     """
     # Every cell says for itself how it looks: nbconvert, Colab and GitHub keep different parts of a style sheet, and
@@ -251,6 +251,19 @@ def as_html(blocks: Sequence[Table | str]) -> str:
         ]
         parts += [f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"] if block.header else []
     return f'<div style="text-align:left">{"".join(parts)}</div>'
+
+
+class Printed:
+    """An object that prints as its tables and lines of text; in a notebook, as HTML."""
+
+    def _blocks(self) -> Sequence[Table | str]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return _as_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        return _as_html(self._blocks())
 
 
 def _cell(tag: str, is_right: bool, cell: str) -> str:

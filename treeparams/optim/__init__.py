@@ -15,18 +15,17 @@ states, import Optax.
 """
 
 from .._tree.text import answer_calls as _answer_calls
-from ._groups import groups as groups, report as report
-from ._master import master as master
+from ._groups import groups as groups
 from ._per_leaf import per_leaf as per_leaf
 from ._plain import from_optax as from_optax, to_optax as to_optax
-from ._scaled import clip_by_global_norm as clip_by_global_norm, scaled as scaled
-from ._set_trainable import adjust as adjust, set_trainable as set_trainable
-from ._step import (
+from ._set_trainable import adjust as adjust, report as report, set_trainable as set_trainable
+from ._step import step as step
+from ._trainable import (
     apply_updates as apply_updates,
     eval_params as eval_params,
-    step as step,
+    trainable as trainable,
     value_and_grad_from_state as value_and_grad_from_state,
 )
-from ._trainable import trainable as trainable
+from ._updates import clip_by_global_norm as clip_by_global_norm, master as master, scaled as scaled
 
 _answer_calls(__name__, globals())

@@ -1,10 +1,9 @@
-"""The boundary between models and Optax: checks of models, states and gradients, and updates without `None`.
+"""The boundary between models and Optax: what is refused, in which form a rule sees a model, which rows wait."""
 
-It also counts the steps that narrow parameters lose to rounding.
-"""
-
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,73 +13,31 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._slots.layout import MisfitError, index_of
-from .._slots.parts import Parts, take_apart
+from .._forms.form import Form, stacks_in_groups, stacks_of, tree_of, vector_of, vectors_of
+from .._forms.states import Division
+from .._slots.index import first_entries
+from .._slots.layout import Layout, MisfitError, index_of
+from .._slots.parts import Parts
 from .._tree.structure import flatten, is_array, structure_of
+from .._tree.text import describe
 from .._tree.types import PyTree
-from ._master import MasterState, copies_in
-from ._state import ONE, TrainableState, free_rates, map_injected, nodes_of
-from ._step import added
-
-# By their states.
-_OTHER = {
-    optax.LookaheadState: "optax.lookahead needs a pair of models, slow and fast, in place of one",
-    optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy needs a gradient for each example",
-}
+from ._groups import GroupsState, check_groups, compared, groups_in
+from ._state import ONE, ClipState, Extended, History, ModelTransformation, TrainableState, nodes_of
+from ._updates import MasterState
 
 
 def check_model(params: PyTree) -> None:
     """Checks that `init` received a model, and the whole of it."""
-    if type(params).__name__ == "_ParamsPlaceholder":  # of optax.tree_utils.tree_map_params
-        raise TypeError(
-            "tree_map_params maps the state of plain Optax: pass the transformation inside optim.trainable, and "
-            "state.runs[0]"
-        )
     if nodes_of(optax.MaskedNode, params):
         raise ValueError(f"a mask, or optax.partition, is around a transformation over models; {ONE}")
 
 
-def check_run(run: PyTree, parts: Parts[Any]) -> None:
-    """Checks that a fresh state is one of plain Optax over the parameters of one model."""
+def check_run(run: PyTree) -> None:
+    """Checks that a fresh state is one of plain Optax, in which nothing follows wide copies in a chain."""
     if nodes_of(TrainableState, run):
         raise ValueError(ONE)
-    for kind, why in _OTHER.items():
-        if nodes_of(kind, run):
-            raise ValueError(f"{why}: run it over tp.partition(model)[0] by hand")
     if nodes_of(MasterState, run):
         jax.tree.map(_check_chain, run, is_leaf=_is_chain)
-    rates = list[Any]()
-    map_injected(lambda _, node: rates.extend(free_rates(node).values()) or node, run)
-    if any(map(jnp.iscomplexobj, rates)) and len(parts.index.complex_slots) < len(parts.slots):
-        raise ValueError(
-            "because of complex leaves, optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
-            "write inject_hyperparams(..., hyperparam_dtype=jnp.float32)"
-        )
-
-
-def taken_apart(model: PyTree, state: TrainableState, grads: PyTree = None) -> Parts[Any]:
-    """Takes the model apart by its state's layout, or raises an error that names the argument that does not fit."""
-    try:
-        return take_apart(model, state.roles.layout)
-    except MisfitError as error:
-        if None in structure_of(grads)[2].specs:  # functions and numbers are in a model, and not in gradients
-            raise ValueError(
-                "the gradients contain values that are not arrays, as a model does; the order is tx.update(grads, "
-                "state, model), optim.step(tx, grads, state, model)"
-            ) from None
-        nodes = index_of(state.roles.layout).structure.nodes
-        if any(node.cls.__module__.startswith("flax.nnx") for node in nodes):
-            raise ValueError(
-                "the state was made from variables of flax.nnx, and the model has none: nnx.Optimizer passes one kind "
-                "of tree to init and another to update, so write the step yourself: graph, params, rest = "
-                "nnx.split(net, nnx.Param, ...); state = tx.init(params); params, state = optim.step(tx, grads, state, "
-                "params)"
-            ) from None
-        raise ValueError(
-            "the state was made from another tree (the first below) than this model (the second): write state = "
-            "tx.init(model) with the whole model, not eqx.filter(model, ...) or a part of it, and pass the whole model "
-            f"to each step:\n{error.differences}"
-        ) from None
 
 
 def _is_chain(node: object) -> bool:
@@ -95,12 +52,46 @@ def _check_chain(node: Any) -> None:
         return
     *before, last = (bool(nodes_of(MasterState, each)) for each in node)
     if any(before):
-        raise ValueError(
-            "optim.master must be last in a chain, with everything that makes the step inside it, rates and clips too: "
-            "write optim.master(optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(1e-4)))"
-        )
+        raise ValueError("optim.master must be last in a chain, around all of it: write optim.master(optax.chain(...))")
     if last:
         jax.tree.map(_check_chain, node[-1], is_leaf=_is_chain)
+
+
+def misfit(layout: Layout, grads: PyTree, error: MisfitError) -> ValueError:
+    """Returns an error that names the argument of a step that does not fit the layout of the state."""
+    if None in structure_of(grads)[2].specs:  # functions and numbers are in a model, and not in gradients
+        return ValueError("the gradients hold values that are not arrays; the order is tx.update(grads, state, model)")
+    if any(node.cls.__module__.startswith("flax.nnx") for node in index_of(layout).structure.nodes):
+        return ValueError(
+            "the state was made from variables of flax.nnx, and the model has none: nnx.Optimizer passes one kind of "
+            "tree to init and another to update, so write the step yourself: graph, params, rest = nnx.split(net, "
+            "nnx.Param, ...); state = tx.init(params); params, state = optim.step(tx, grads, state, params)"
+        )
+    return ValueError(
+        "the state was made from another tree (the first below) than this model (the second): write state = "
+        "tx.init(model) with the whole model, not eqx.filter(model, ...), and pass the whole model to each step:"
+        f"\n{error.differences}"
+    )
+
+
+_ORDER = "the order is model, state = optim.step(tx, grads, state, model)"
+_PLAIN = "tx is plain Optax, which does not accept models: write tx = optim.trainable(tx), state = tx.init(model)"
+
+
+def check_arguments(tx: object, grads: PyTree, state: PyTree, model: PyTree) -> None:
+    """Refuses arguments of `optim.step` in another order, and a transformation that is not over one model."""
+    is_ours, states = isinstance(tx, ModelTransformation), nodes_of(TrainableState, state)
+    if len(states) > 1:
+        raise ValueError(f"the state is of {len(states)} transformations over models; {ONE}")
+    if states and not is_ours and states[0] is state:
+        raise TypeError(f"{_PLAIN}. The state is of another transformation")
+    if states:
+        return
+    is_elsewhere = any(nodes_of(TrainableState, each) for each in (grads, model))
+    if is_ours or is_elsewhere:
+        made = "" if is_elsewhere else "; write state = tx.init(model)"
+        raise TypeError(f"the third argument is the state, got {describe(state)}; {_ORDER}{made}")
+    raise TypeError(_PLAIN)
 
 
 def check_ties(model: PyTree, parts: Parts[Any]) -> None:
@@ -119,16 +110,14 @@ def check_ties(model: PyTree, parts: Parts[Any]) -> None:
             paths = index.structure.paths
             raise ValueError(
                 f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but does not have the value that the tie "
-                "gives, so the first step would change it; set it first: layout = tp.layout(model), model = "
-                "tp.tie(model, layout)"
+                "gives; set it first: layout = tp.layout(model), model = tp.tie(model, layout)"
             )
 
 
 def zeros_filled(model: PyTree, updates: PyTree) -> PyTree:
     """Returns the updates, with a zero at each number and array of numbers that has no update."""
     leaves, treedef = flatten(model)
-    steps = treedef.flatten_up_to(updates)
-    return jtu.tree_unflatten(treedef, map(_or_zero, leaves, steps))
+    return jtu.tree_unflatten(treedef, map(_or_zero, leaves, treedef.flatten_up_to(updates)))
 
 
 def _or_zero(leaf: Any, step: Any) -> Any:
@@ -144,52 +133,132 @@ def _or_zero(leaf: Any, step: Any) -> Any:
     return kind(-0.0) if isinstance(leaf, (bool, int, float, complex, np.number, np.bool_)) else None
 
 
-# -- Narrow parameters -------------------------------------------------------------------------------------------------
+# -- Forms -------------------------------------------------------------------------------------------------------------
 
 
-def counting(state: TrainableState) -> TrainableState:
-    """Returns the state with counts of lost steps, if it is of narrow parameters without copies by `optim.master`."""
-    index, roles, copied = index_of(state.layout), state.roles, _copied(state)
-    kept = {leaf for positions in (*roles.running, *roles.held) for leaf in positions}
-    is_any = any(leaf in kept and index.structure.paths[leaf] not in copied for leaf in index.narrow)
-    known = jnp.zeros(len(index.narrow), jnp.int32) if isinstance(state.still, tuple) else state.still
-    return dataclasses.replace(state, still=known if is_any else ())
+def form_for(tx: Extended, name: str, layout: Layout, *, is_apart: bool = False) -> Form:
+    """Returns the vector or the stacks in which a rule sees the parameters of a layout; apart, a row is a stack."""
+    if name == "vector":
+        # One vector of several dtypes has the widest of them, which would hide narrow parameters from `optim.master`.
+        form, by_dtype = vector_of(layout), vectors_of(layout)
+        return by_dtype if by_dtype != form and _has(MasterState, tx, form.shapes()) else form
+    has_any = layout.slots and _has(GroupsState, tx, {}) is not False
+    groups = _groups_for(tx, layout) if has_any else None
+    if groups is None and not is_apart:
+        return stacks_of(layout)
+    return stacks_in_groups(layout, groups or {None: range(len(layout.slots))}, is_apart=is_apart)
 
 
-def _copied(state: TrainableState) -> set[str]:
-    """Returns the parameters that `optim.master` keeps copies of."""
-    pairs = zip((*state.runs, *state.held), state.roles.divisions, strict=True)
-    return {path for run, division in pairs for owners, _ in copies_in(run, division) for path in owners.paths}
+def _has(kind: type, tx: Extended, shown: PyTree) -> bool | None:
+    """Returns whether a state of the rule has a node of this class; `None` if `init` fails, which will say why."""
+    with contextlib.suppress(Exception):
+        return bool(nodes_of(kind, jax.eval_shape(tx.init, shown)))
+    return None
 
 
-def counted(parts: Parts[Any], state: TrainableState, steps: Sequence[Any]) -> Any:
-    """Returns the counts of lost steps after one step of each slot."""
-    if isinstance(state.still, tuple):
-        return state.still
-    index, copied = parts.index, _copied(state)
-    pairs: list[Any] = [None] * len(index.narrow)
-    for slot in index.narrow_slots:
-        leaf = index.positions[slot]
-        if steps[slot] is not None and index.structure.paths[leaf] not in copied:
-            pairs[index.narrow[leaf]] = parts.slots[slot], steps[slot]
-    return _counted(state.still, pairs)
+def _groups_for(tx: Extended, layout: Layout) -> dict[str, list[int]] | None:
+    """Returns the slots of each group of `optim.groups`; `None` if the rule has none."""
+    tree = tree_of(layout)
+    shown = compared(tree, jtu.tree_leaves(tree.shapes()))  # in which `per_leaf` looks at none
+    try:
+        nodes = nodes_of(GroupsState, jax.eval_shape(tx.init, shown))
+    except Exception:
+        if _has(GroupsState, tx, {}):
+            raise
+        return None  # its mask is for stacks
+    if not nodes:
+        return None
+    check_groups(nodes, index_of(layout))
+    divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
+    if any(each != divisions[0] for each in divisions) or any(list(groups_in(node.inner_states)) for node in nodes):
+        raise ValueError('form="stacks" makes stacks for one optim.groups, but there are several; chain within groups')
+    numbers = {slot.path: i for i, slot in enumerate(layout.slots)}
+    return {name: [numbers[path] for path in paths] for name, paths in divisions[0].items()}
 
 
-_MOVES = 2
+# -- Rows of stacks that wait in one update ----------------------------------------------------------------------------
 
 
-@jax.jit  # one call outside of a trace
-def _counted(still: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array] | None]) -> jax.Array:
-    effects = jnp.stack([jnp.zeros((), jnp.int32) if pair is None else _effect(*pair) for pair in pairs])
-    return jnp.where(effects == _MOVES, 0, still + jnp.where(still < 0, -effects, effects))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """Which rows of stacks move."""
+
+    form: Form
+    flags: list[Any]  # the distinct ones: a Python bool where that is known
+    numbers: np.ndarray  # of each slot's flag
+
+    # All rows of one stack at once: an operation for each leaf would take as long to compile as all the rest.
+    def beside(self, moving: PyTree, waiting: PyTree) -> PyTree:
+        """Returns stacks with the rows of `moving` that move, and those of `waiting` that wait."""
+        moves, treedef = jtu.tree_flatten(moving)
+        rows = [self._moving(slots, 0, leaf.ndim) for slots, leaf in zip(self.form.members, moves, strict=True)]
+        return jtu.tree_unflatten(treedef, list(map(jnp.where, rows, moves, treedef.flatten_up_to(waiting))))
+
+    def masked(self, tree: PyTree, sign: int) -> PyTree:
+        """Returns stacks with zeros of this sign in the rows that wait."""
+        return self.beside(tree, jax.tree.map(lambda leaf: sign * jnp.zeros((), leaf.dtype), tree))
+
+    def of_state(self, division: Division, moving: PyTree, waiting: PyTree) -> PyTree:
+        """Returns a state from `moving` for rows that move and for shared arrays, and from `waiting` for the others."""
+        moves, treedef = jtu.tree_flatten(moving)
+        waits, slot_at = jtu.tree_leaves(waiting), {path: slot for slot, path in enumerate(self.form.paths)}
+        for i, owners in enumerate(division.owners):
+            if owners is not None:
+                rows = self._moving([slot_at[path] for path in owners.paths], owners.axis, moves[i].ndim)
+                moves[i] = jnp.where(rows, moves[i], waits[i])
+        return jtu.tree_unflatten(treedef, moves)
+
+    def without_absent(self, steps: Sequence[Any]) -> list[Any]:
+        """Returns the steps without those of slots that have no gradient, whose flag is the last."""
+        last = len(self.flags) - 1
+        return [None if number == last else step for number, step in zip(self.numbers, steps, strict=True)]
+
+    def moves(self, history: History, slots: Sequence[int]) -> Any:
+        """Returns whether any parameter of a history, which has these slots, takes a step."""
+        flags = [self.flags[number] for number in self.numbers[slots]]
+        if all(flag is False for flag in flags) or all(flag is True for flag in flags):
+            return flags[0]
+        _check_shared(history)
+        return jnp.any(self._moving(slots, 0, 1))
+
+    @functools.cached_property
+    def _stacked(self) -> jax.Array:
+        return jnp.stack(list(map(jnp.asarray, self.flags)))
+
+    def _moving(self, slots: Sequence[int], axis: int | None, ndim: int) -> jax.Array:
+        """Returns whether each of these slots moves, along one axis of an array."""
+        moving = self._stacked[self.numbers[np.array(slots)]]
+        return jnp.expand_dims(moving, [each for each in range(ndim) if each != axis])
 
 
-@jax.jit  # traced once for all parameters of a shape
-def _effect(leaf: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns `_MOVES` if a step changes its parameter, 1 if it is not zero and is lost, otherwise 0."""
-    # The bits are compared, since compilers may leave out the rounding of a sum that is compared as a number.
-    after, bits = added("", leaf, step), f"uint{jnp.finfo(leaf.dtype).bits}"
-    has_moved = jax.lax.bitcast_convert_type(after, bits) != jax.lax.bitcast_convert_type(leaf, bits)
-    is_lost = jnp.isfinite(leaf) & (jnp.abs(step) > 0)
-    # In bytes, since not every compiler reduces the effects as it makes them.
-    return jnp.max(jnp.where(has_moved, _MOVES, is_lost.astype(jnp.int8)), initial=0).astype(jnp.int32)
+def _check_shared(history: History) -> None:
+    """Refuses a state with shared arrays other than that of a clip, which would move for rows that wait."""
+    is_clip = lambda node: isinstance(node, ClipState)
+    each = iter(history.division.owners)
+    for path, node in jtu.tree_flatten_with_path(history.state, is_leaf=is_clip)[0]:
+        owners = [next(each) for _ in jtu.tree_leaves(node)]
+        if not is_clip(node) and None in owners:
+            raise ValueError(
+                "some parameters wait in this update, but the transformation keeps state that is not kept row by row, "
+                f"state{jtu.keystr(path)}: put optimisers with state inside optim.per_leaf, or give all gradients, "
+                'tp.project(model, grads, missing="zeros")'
+            )
+
+
+def rows_of(layout: Layout, form: Form, absent: Sequence[int], active: Any) -> Rows | None:
+    """Returns which rows of a form move; `None` if all do."""
+    if not isinstance(active, Mapping):
+        raise TypeError(f"active must be a dictionary {{where: flag}}, got {describe(active)}")
+    flags = list[Any]()
+    for where, flag in active.items():
+        is_bool = isinstance(flag, (bool, np.bool_))
+        if not is_bool and (not is_array(flag) or flag.dtype != bool or flag.shape):
+            raise TypeError(f"active[{where!r}] must be a bool, or a scalar array of one, got {describe(flag)}")
+        flags.append(bool(flag) if is_bool else flag)
+    index = index_of(layout)
+    found = first_entries(index, list(active))
+    numbers = [found.get(leaf, len(flags)) for leaf in index.positions]
+    for slot in absent:
+        numbers[slot] = len(flags) + 1
+    flags += [True, False]
+    return None if all(flags[number] is True for number in numbers) else Rows(form, flags, np.array(numbers))

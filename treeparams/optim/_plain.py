@@ -8,7 +8,7 @@ share, such as step counts, by the wrappers in which their parameters were found
 
 import collections
 import dataclasses
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +22,10 @@ from .._forms.states import Entries, Piece, Place, entries_of, joined
 from .._slots.index import Index
 from .._slots.layout import index_of
 from .._slots.ties import Alias
-from .._tree.paths import join_path, key_entries, quote, split_path
+from .._tree.paths import join_path, quote, split_path
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree, in_dtype
 from ._groups import groups_in
-from ._per_leaf import PerLeafState
 from ._state import History, TrainableState, in_own_buffers, model_state, nodes_of, rule_of, settled, steady
 
 _COUNTS = {("count",), ("gradient_step",)}  # how the paths of numbers of steps end
@@ -91,10 +90,7 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
     (history,) = rule.histories(fresh)
     is_whole = rule.form == "tree" and len(given) == len(history.copies.arrays)
     if nodes_of(optax.ScaleByLBFGSState, fresh.runs) and not is_whole:
-        raise ValueError(
-            "L-BFGS remembers steps of all parameters together, in one form: you can convert its state only for "
-            "optim.trainable, if all of them train and none is tied; begin with tx.init(model)"
-        )
+        raise ValueError("L-BFGS remembers steps of all parameters together: its state goes over as a whole, or not")
     index, own, paths = index_of(fresh.layout), _own_names(history), history.layout.paths
     theirs = _of(_their_names(index, own, given), paths)
     empty = {quote(group.name) for group in groups_in(fresh.runs) if not group.paths}
@@ -141,8 +137,7 @@ def to_optax(tx: object, state: PyTree, like: PyTree) -> PyTree:
     if len(running) > 1:
         steps = [f"{first_few(each.layout.paths)} {int(np.max(each.count))}" for each in running]
         raise ValueError(
-            f"parameters have not taken their steps together ({'; '.join(steps)}), and plain Optax has one count for "
-            "all of them; begin with its own init"
+            f"parameters have not taken their steps together ({'; '.join(steps)}), and Optax has one count for all"
         )
     index, fresh = index_of(ours.layout), settled(like)
     names, found = [_own_names(history) for history in (*held, *running)], entries_of(fresh)
@@ -170,16 +165,13 @@ def _own_names(history: History) -> dict[Name, Place | None]:
 
     `optim.per_leaf` keeps a state for each parameter, so there even a count belongs to one.
     """
-    nodes = jtu.tree_flatten_with_path(history.state, is_leaf=lambda node: isinstance(node, PerLeafState))[0]
-    rows = {(*key_entries(keys), "states") for keys, node in nodes if isinstance(node, PerLeafState)}
     names: dict[Name, Place | None] = {}
     for entries, owners in history.copies.owned():
         if owners is None:
             names[entries, None] = None
         else:
             before, after = owners.place
-            name = (*(before[:-1] if before in rows else before), *after)
-            names |= {(name, path): owners.place for path in owners.paths}
+            names |= {((*before, *after), path): owners.place for path in owners.paths}
     return names
 
 
@@ -214,63 +206,70 @@ def _their_names(index: Index, own: Mapping[Name, Place | None], given: Iterable
 
 
 def _bare(entries: Entries) -> Entries:
-    """Returns entries without those of wrappers: positions in a chain, and the fields of masks and groups."""
-    wrappers = {"inner_state", "inner_states"}
+    """Returns entries without those of wrappers: positions in a chain, fields of masks, groups and `optim.per_leaf`."""
+    wrappers = {"inner_state", "inner_states", "states"}
     labels = {i + 1 for i, entry in enumerate(entries) if entry == "inner_states"}
     return tuple([each for i, each in enumerate(entries) if not (each in wrappers or each.isdigit() or i in labels)])
 
 
 def _of(names: Mapping[Name, Places], paths: Container[object]) -> dict[Name, Places]:
     """Returns the names for these parameters, without the shared ones of wrappers around others alone."""
-    wrappers = lambda entries: [entries[: i + 1] for i, entry in enumerate(entries) if entry == "inner_state"]
-    around: dict[bool, set[Entries]] = {True: set(), False: set()}
-    for entries, path in names:
-        around[path in paths].update(wrappers(entries) if path is not None else ())
-    alone = around[False] - around[True]
-    return {
-        (entries, path): its
-        for (entries, path), its in names.items()
-        if (path in paths if path is not None else alone.isdisjoint(wrappers(entries)))
+    wrappers = lambda is_of: {
+        entries[: i + 1]
+        for entries, path in names
+        if path is not None and (path in paths) is is_of
+        for i, entry in enumerate(entries)
+        if entry == "inner_state"
     }
+    alone = wrappers(False) - wrappers(True)
+    around = lambda entries: {entries[: i + 1] for i in range(len(entries))}
+    is_kept = lambda name: name[1] in paths if name[1] is not None else alone.isdisjoint(around(name[0]))
+    return {name: its for name, its in names.items() if is_kept(name)}
 
 
 # -- Matching ----------------------------------------------------------------------------------------------------------
 
 
-def _sources_of(
-    wanted: Collection[Name], have: Collection[Name], optional: Collection[Name] = ()
-) -> dict[Name, list[Name]]:
+def _sources_of(wanted: Collection[Name], have: Collection[Name], optional: Any = ()) -> dict[Name, list[Name]]:
     """Returns, for each array that is wanted, those of the other state that it comes from; several must be equal."""
-    found, heads = dict[Name, list[Name]](), collections.defaultdict[Any, dict[Entries, None]](dict)
-    here, there = _by_bare(wanted), _by_bare(have)
+    found, heads = dict[Name, list[Name]](), collections.defaultdict[Any, set[Entries]](set)
+    here, there, alike = _by_bare(wanted), _by_bare(have), collections.defaultdict[Entries, list[Name]](list)
+    for name, path in have:
+        alike[_bare(name)].append((name, path))
     for (bare, path), names in here.items():
         others = there.get((bare, path), [])
         if path is None or len(names) != len(others):
             continue
         for name, other in zip(names, others, strict=True):
             found[name, path] = [(other, path)]
-            for head, its in _heads(name, other):
-                heads[path, head][its] = heads[None, head][its] = None
-    shared, alike = ({_bare(name): [] for name, _ in wanted} for _ in range(2))  # by their names without wrappers
-    for name, path in have:
-        for each in (alike, shared) if path is None else (alike,):
-            each.setdefault(_bare(name), []).append((name, path))
+            while name and other and name[-1] == other[-1]:  # nodes around the two that are called alike
+                name, other = name[:-1], other[:-1]
+                heads[path, name].add(other)
+                heads[None, name].add(other)
+    candidates = lambda bare, path: [each for each in alike[bare] if path is None or each[1] is None]
     for name, path in [each for each in wanted if each not in found]:
-        others = (shared if path is not None else alike)[_bare(name)]
         for end in reversed(range(len(name))):  # the innermost node around arrays of its parameters decides
             moved = {(*head, *name[end:]) for head in heads[path, name[:end]]}
-            if its := [each for each in others if each[0] in moved]:
+            if its := [each for each in candidates(_bare(name), path) if each[0] in moved]:
                 found[name, path] = its
                 break
     used = {each for its in found.values() for each in its}
     for (bare, path), names in here.items():
         names = [name for name in names if (name, path) not in found]
-        others = [each for each in (alike if path is None else shared)[bare] if bare and each not in used]
+        others = [each for each in candidates(bare, path) if bare and each not in used]
         for i, name in enumerate(names):
-            its = [each for each in others if each[0] == name]
-            if its := its or (others[i : i + 1] if len(others) == len(names) else others):
+            in_order = others[i : i + 1] if len(others) == len(names) else others
+            if its := [each for each in others if each[0] == name] or in_order:
                 found[name, path] = its
-    _check_all(found, wanted, have, optional)
+    missing = [_text(name) for name in wanted if name not in found and name not in optional]
+    lost = [_text(name) for name in have if name not in {each for its in found.values() for each in its}]
+    if missing:
+        raise ValueError(
+            f"the state has nothing at {first_few(missing)}, where the other one keeps an array, but has "
+            f"{first_few(lost) or 'nothing else'}: {_OTHER}"
+        )
+    if lost:
+        raise ValueError(f"the state has {first_few(lost)}, for which the other one has no place: {_OTHER}")
     return found
 
 
@@ -280,30 +279,6 @@ def _by_bare(names: Iterable[Name]) -> dict[Name, list[Entries]]:
     for name, path in names:
         found[_bare(name), path].append(name)
     return found
-
-
-def _heads(name: Entries, other: Entries) -> Iterator[tuple[Entries, Entries]]:
-    """Yields the nodes of two states around one array, the innermost first, as long as they are called alike."""
-    while name and other and name[-1] == other[-1]:
-        name, other = name[:-1], other[:-1]
-        yield name, other
-
-
-def _check_all(
-    found: Mapping[Name, list[Name]], wanted: Iterable[Name], have: Iterable[Name], optional: Collection[Name]
-) -> None:
-    """Refuses arrays that are missing, and those for which there is no place."""
-    used = {each for its in found.values() for each in its}
-    missing = [_text(name) for name in wanted if name not in found and name not in optional]
-    lost = [_text(name) for name in have if name not in used]
-    if missing:
-        raise ValueError(
-            f"the state has nothing at {first_few(missing)}, where the other one keeps an array, but has "
-            f"{first_few(lost) or 'nothing else'}: it was made by another transformation, or over a tree of other "
-            "paths than eqx.filter(model, eqx.is_array)"
-        )
-    if lost:
-        raise ValueError(f"the state has {first_few(lost)}, for which the other one has no place: {_OTHER}")
 
 
 # -- Arrays ------------------------------------------------------------------------------------------------------------
@@ -317,9 +292,7 @@ def _own_array(history: History, name: Name, place: Place | None) -> Any:
     return copies.piece(place, path).alone()
 
 
-def _arrays_for(
-    history: History, own: Mapping[Name, Place | None], found: Mapping[Name, list[Name]], arrays: Mapping[Name, Any]
-) -> list[Any]:
+def _arrays_for(history: History, own: Mapping[Name, Any], found: Mapping[Name, Any], arrays: Any) -> list[Any]:
     """Returns the arrays of a history in its form, from those of plain Optax."""
     copies, slots = history.copies, {slot.path: slot for slot in history.layout.slots}
     names = {(place, name[1]): name for name, place in own.items()}
@@ -347,8 +320,8 @@ def _one_value(names: Sequence[Name], arrays: Mapping[Name, Any]) -> Any:
     for other in others:
         if not np.array_equal(arrays[first], arrays[other], equal_nan=True):
             raise ValueError(
-                f"the state has other values at {_text(first)!r} than at {_text(other)!r}, which would become one "
-                "array: these groups have not run alike, so keep them apart, optim.groups({...}), or begin anew"
+                f"the state has other values at {_text(first)!r} than at {_text(other)!r}, which cannot become "
+                "one: keep them apart, optim.groups({...})"
             )
     return arrays[first]
 
@@ -365,8 +338,7 @@ def _one_of(index: Index, given: Mapping[Entries, Any], places: Places) -> Any:
             paths = index.structure.paths
             raise ValueError(
                 f"{paths[alias.leaf]!r} is tied to {paths[source.leaf]!r}, and the state has other values at "
-                f"{join_path(entries)!r} than at {join_path(first)!r}: plain Optax has trained them apart. Untie them, "
-                "tp.untie(model), or begin with tx.init(model)"
+                f"{join_path(entries)!r} than at {join_path(first)!r}: tp.untie(model), or begin with tx.init(model)"
             )
     return array
 

@@ -1,4 +1,4 @@
-"""set_trainable, adjust: changes between steps: which parameters train or begin anew, hyperparameters."""
+"""set_trainable, adjust, report: between steps: which parameters train or begin anew, hyperparameters, a table."""
 
 import dataclasses
 import itertools
@@ -10,35 +10,25 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._forms.states import Entries, Place, entries_of
+from .._forms.states import Entries, entries_of
 from .._slots.index import first_entries
-from .._slots.layout import Layout, Trainable, index_of, retrained, trained_at
-from .._slots.parts import Parts, take_apart
+from .._slots.layout import Layout, MisfitError, Trainable, index_of, retrained, trained_at
+from .._slots.parts import take_apart
 from .._slots.where import Leaves, Where
+from .._tree.paths import join_path
 from .._tree.structure import is_array
-from .._tree.text import describe
+from .._tree.text import Printed, Table, describe
 from .._tree.types import PyTree, common_dtype
-from ._boundary import counting, taken_apart
-from ._groups import group_name, groups_in
+from ._boundary import misfit
+from ._groups import check_groups, group_name, groups_in
 from ._per_leaf import PerLeafState
-from ._state import (
-    History,
-    TrainableState,
-    check_no_memory,
-    check_state,
-    free_rates,
-    in_own_buffers,
-    map_injected,
-    nodes_of,
-    noticed,
-    of_run,
-    regrouped,
-    rule_of,
-    state_of,
-)
+from ._state import History, TrainableState, in_own_buffers, map_injected, nodes_of, noticed, rule_of, state_of
+from ._step import counting
+from ._updates import copies_in
 
 S = TypeVar("S")
 
@@ -67,7 +57,7 @@ def set_trainable(
     **The run has all that holds no array of a parameter**: the count of a schedule, a plateau, injected rates, the
     state of a clip or of `optax.apply_if_finite`. It goes on in each step, for all. So `optax.adam(schedule)` keeps two
     counts: Adam's corrections go by the parameter's, the rate goes by the run's. Inside `optim.per_leaf` all belongs to
-    the rows, and fresh ones get the hyperparameters that you have set by `optim.adjust`.
+    the rows.
 
     **`reset=where` resets part of the model**, such as a head that you re-initialise. Given alone, it does not change
     which parameters train.
@@ -115,39 +105,24 @@ def set_trainable(
     rule = rule_of(tx)
     if isinstance(trainable, bool):
         raise TypeError(f"trainable={trainable} selects nothing; write None for the parameters as declared, or '**'")
-    if not isinstance(reset, bool):
-        _check_where(reset)
+    # A model shows what a function or a pattern selects.
+    if not (callable(reset) or isinstance(reset, (bool, str, re.Pattern, Leaves, list, tuple, set, frozenset))):
+        raise TypeError(f"reset must be True, False or a `where` such as 'head' or '**.bias', got {describe(reset)}")
     choice = None if trainable is ... and isinstance(reset, bool) else trainable
     if len(nodes_of(TrainableState, state)) != 1:
-        raise ValueError(
-            f"expected the state of this transformation, as tx.init(model) returns it, got {describe(state)}; the "
-            "order is optim.set_trainable(tx, state, model, where)"
-        )
+        raise ValueError(f"expected the state of this transformation, got {describe(state)}; order: tx, state, model")
     if [leaf for leaf in jax.tree.leaves((state, model)) if isinstance(leaf, Tracer)]:
         raise ValueError("call set_trainable between steps, outside of jax.jit: it changes the compiled program")
-
-    state = noticed(state)
-
-    def change(node: Any) -> Any:
-        return _changed(rule, node, model, choice, reset) if _is_ours(node) else node
-
-    return in_own_buffers(jax.tree.map(change, state, is_leaf=_is_ours), jax.tree.leaves(model))
+    is_ours = lambda node: isinstance(node, TrainableState)
+    change = lambda node: _changed(rule, node, model, choice, reset) if is_ours(node) else node
+    return in_own_buffers(jax.tree.map(change, noticed(state), is_leaf=is_ours), jax.tree.leaves(model))
 
 
-def _is_ours(node: object) -> bool:
-    return isinstance(node, TrainableState)
-
-
-def _check_where(reset: object) -> None:
-    """Checks that an argument that is not a bool may be a `where`; a model shows its selection."""
-    if not (callable(reset) or isinstance(reset, (str, re.Pattern, Leaves, list, tuple, set, frozenset))):
-        raise TypeError(f"reset must be True, False or a `where` such as 'head' or '**.bias', got {describe(reset)}")
-
-
-def _changed(
-    rule: Any, state: TrainableState, model: PyTree, trainable: Trainable | EllipsisType, reset: bool | Where
-) -> TrainableState:
-    parts = taken_apart(model, state)
+def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, reset: bool | Where) -> TrainableState:
+    try:
+        parts = take_apart(model, state.layout)
+    except MisfitError as error:
+        raise misfit(state.layout, None, error) from None
     if not isinstance(trainable, EllipsisType):
         parts = take_apart(model, retrained(parts.layout, trainable))
     histories = rule.histories(state)
@@ -157,15 +132,14 @@ def _changed(
         return state
     if reset is True:
         return rule.start(parts)
-    check_no_memory(histories)
-    now = frozenset(parts.index.positions)
-    stays = known - anew
+    History.check_no_memory(histories)
+    now, stays = frozenset(parts.index.positions), known - anew
     rule.check(parts.layout)
-    begun = [_begun(rule, take_apart(model, trained_at(parts.layout, list(now - stays))))] if now - stays else []
+    begun = [rule.fresh(take_apart(model, trained_at(parts.layout, list(now - stays))))] if now - stays else []
     shared = _of_run(rule, histories, begun)
     pairs = [(history.holding(shared), stays) for history in histories]
-    pairs += [(_as_set(rule, history.holding(shared), histories), now - stays) for history in begun]
-    running, held = _at(rule, parts.layout, pairs, now), _at(rule, parts.layout, pairs, known - now)
+    pairs += [(history.holding(shared), now - stays) for history in begun]
+    running, held = (_at(rule, parts.layout, pairs, side) for side in (now, known - now))
     if len(running) > 1:
         rule.check_together(parts.layout)
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
@@ -174,31 +148,19 @@ def _changed(
     return counting(state_of(parts.layout, running, held, still))
 
 
-def _begun(rule: Any, parts: Parts[Any]) -> History:
-    """Returns the history of parameters that begin."""
-    run = rule.fresh(parts)
-    return History(parts.layout, run, rule.like(parts.layout, run).division, jnp.zeros((), jnp.int32))
-
-
-def _at(
-    rule: Any, layout: Layout, pairs: Sequence[tuple[History, frozenset[int]]], side: frozenset[int]
-) -> list[History]:
+def _at(rule: Any, layout: Layout, pairs: Sequence[tuple[History, Any]], side: frozenset[int]) -> list[History]:
     """Returns the histories of the leaves on one side, those as one that share all that leaves of a history share."""
     found: dict[Any, tuple[list[History], list[int]]] = {}
     for history, stays in pairs:
         inside = [p for p in index_of(history.layout).positions if p in side and p in stays]
         if inside:
-            several, its = found.setdefault(_clock(history), ([], []))
+            arrays = history.copies.arrays
+            clock = _bits(history.count), frozenset([(own, _bits(arrays[own])) for own in history.copies.common])
+            several, its = found.setdefault(clock, ([], []))
             several.append(history)
             its += inside
     made = [(rule.like(trained_at(layout, its)), several) for several, its in found.values()]
-    return [dataclasses.replace(like, state=regrouped(own, like), count=own[0].count) for like, own in made]
-
-
-def _clock(history: History) -> frozenset[Any]:
-    """Returns the count of a history, and its arrays that are no leaf's: equal for histories that go on as one."""
-    arrays = history.copies.arrays
-    return frozenset([("", _bits(history.count)), *[(own, _bits(arrays[own])) for own in history.copies.common]])
+    return [dataclasses.replace(like, state=like.made_of(own), count=own[0].count) for like, own in made]
 
 
 def _bits(array: Any) -> tuple[Any, ...]:
@@ -210,53 +172,17 @@ def _of_run(rule: Any, histories: Sequence[History], begun: Sequence[History]) -
     """Returns the arrays of the run, as wide as all that trains needs them."""
     if not histories:
         return {}
-    first = histories[0]
-    kept, shared = first.copies.arrays, of_run([*histories, *begun])
+    kept, shared = histories[0].copies.arrays, History.of_run([*histories, *begun])
     found = {entries: kept[entries] for entries in shared if entries in kept}
     fresh = {entries: array for each in begun for entries, array in each.copies.arrays.items() if entries in found}
-    wider = {entries: _wider(found[entries], array) for entries, array in fresh.items()}
-    if any(found[entries].dtype != dtype for entries, dtype in wider.items()):
+    other = [entries for entries, array in fresh.items() if array.dtype != found[entries].dtype]
+    start = entries_of(rule.begun(histories[0].layout)) if other else {}
+    for entries in other:
         # Optax rounds hyperparameters to the dtype of the parameters: 0.999 in bfloat16 is 1.
-        start = entries_of(rule.begun(first.layout))
-        for entries, dtype in wider.items():
-            is_as_made = _bits(found[entries]) == _bits(start[entries])
-            found[entries] = fresh[entries] if is_as_made else jnp.asarray(found[entries], dtype)
+        now, new = found[entries], fresh[entries]
+        is_as_made = _bits(now) == _bits(start[entries]) and common_dtype([now.dtype, new.dtype]) == new.dtype
+        found[entries] = new if is_as_made else jnp.asarray(now, common_dtype([now.dtype, new.dtype]))
     return found
-
-
-def _wider(one: Any, other: Any) -> Any:
-    return one.dtype if one.dtype == other.dtype else common_dtype([one.dtype, other.dtype])
-
-
-def _as_set(rule: Any, fresh: History, histories: Sequence[History]) -> History:
-    """Returns a fresh history with the hyperparameters that you have set for other rows in `optim.per_leaf`."""
-    rates = {entries: rate for entries, owners in fresh.copies.owned() if (rate := _rate_of_rows(entries, owners))}
-    changed = dict[Any, Any]()
-    for history in histories if rates else ():
-        start = entries_of(rule.begun(history.layout))
-        for entries, owners in history.copies.owned():
-            rate, array = _rate_of_rows(entries, owners), history.copies.arrays[entries]
-            if rate and _bits(array) != _bits(start[entries]):
-                known = changed.setdefault(rate, array)
-                changed[rate] = array if array.dtype.itemsize > known.dtype.itemsize else known
-    arrays = fresh.copies.arrays
-    known = {entries: jnp.ravel(changed[rate])[0] for entries, rate in rates.items() if rate in changed}
-    return fresh.holding({entries: jnp.full_like(arrays[entries], rate) for entries, rate in known.items()})
-
-
-def _rate_of_rows(entries: Entries, owners: Any) -> Place | None:
-    """Returns the place of a hyperparameter that each row in `optim.per_leaf` has, whether there are rows or not."""
-    if owners is None and "spare" in entries:
-        at = entries.index("spare")
-        place = (*entries[:at], "states"), entries[at + 1 :]
-    elif owners is not None and owners.block.has_rows:
-        place = owners.place
-    else:
-        return None
-    return place if "hyperparams" in place[1] else None
-
-
-S = TypeVar("S")
 
 
 def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
@@ -277,8 +203,7 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     Args:
         state: any state of this library or of Optax.
         group: the key of one group of `optim.groups`, or "default"; `None` changes all groups.
-        **hyperparams: the new values, in the shapes of the old ones; they may be traced. They are copied. Inside
-            `optim.per_leaf` a number applies to all leaves and rows.
+        **hyperparams: the new values, in the shapes of the old ones; they may be traced. They are copied.
 
     Returns:
         The new state.
@@ -287,15 +212,14 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
         UserWarning: steps leave a bfloat16 or float16 parameter as it was; see `TrainableState.stuck`.
 
     Raises:
-        ValueError: there is no such group; there is no such hyperparameter in it, or a schedule sets it; the shape
-            differs.
+        ValueError: there is no such group; there is no such hyperparameter in it, or a schedule sets it, or each row in
+            `optim.per_leaf` has its own; the shape differs.
     """
-    check_state(state)
+    if isinstance(state, optax.GradientTransformation | optax.MultiSteps):
+        raise TypeError(f"expected a state, as tx.init(model) returns it, got {describe(state)}; the state comes first")
     state = noticed(state)
     if isinstance(group, (int, float)) or is_array(group):
         raise TypeError(f"expected a group, or hyperparameters by name as in learning_rate=0.1; got {group!r:.40}")
-    if isinstance(group, TrainableState):
-        raise TypeError("the state comes first: optim.adjust(state, group, learning_rate=0.1)")
     name = None if group is None else group_name(group)
     groups, known, found = {each.name for each in groups_in(state)}, set[str](), set[str]()
     of_rows = {id(leaf) for leaf in jax.tree.leaves(nodes_of(PerLeafState, state))}
@@ -318,26 +242,112 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     for each in hyperparams.keys() - found:
         there = f"it has {', '.join(map(repr, sorted(known))) or 'none'}"
         where = "the state" if name is None else f"the state of group {name!r}"
-        raise ValueError(
-            f"no hyperparameter {each!r} in {where}; {there}. You can adjust only those that optax.inject_hyperparams "
-            "keeps in the state: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)"
-        )
+        raise ValueError(f"no hyperparameter {each!r} in {where}; {there}; optax.inject_hyperparams keeps them")
     return changed
 
 
 def _as_before(node: Any, name: str, value: Any, of_rows: set[int]) -> jax.Array:
-    if name not in free_rates(node):
+    if id(node.hyperparams[name]) in of_rows:
+        raise ValueError(f"each row has its own {name!r}: put optax.inject_hyperparams around optim.per_leaf")
+    if name in getattr(node, "hyperparams_states", {}):
         raise ValueError(f"{name!r} follows a schedule, which would set it again in the next step; use a number there")
     if not (isinstance(value, (bool, int, float, complex)) or is_array(value)):
         raise TypeError(f"expected a number for {name}, got {describe(value)}")
     old, given = jnp.asarray(node.hyperparams[name]), jnp.result_type(value)
-    is_for_all = jnp.shape(value) == () and id(node.hyperparams[name]) in of_rows
-    if jnp.shape(value) != old.shape and not is_for_all:
+    if jnp.shape(value) != old.shape:
         raise ValueError(f"expected {name} of shape {old.shape}, got shape {jnp.shape(value)}")
     wider = (jnp.complexfloating, jnp.inexact)
     if any(jnp.issubdtype(given, kind) and not jnp.issubdtype(old.dtype, kind) for kind in wider):
-        raise ValueError(
-            f"{name} is {old.dtype}, which cannot hold {value}; write the number in inject_hyperparams as a float"
-        )
+        raise ValueError(f"{name} is {old.dtype}, which cannot hold {value}; write a float in inject_hyperparams")
     # A new buffer, for traced values too, since the state may be donated.
-    return jnp.array(jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape), copy=True)
+    return jnp.array(value, old.dtype, copy=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(Printed):
+    """The group of each leaf; you see it printed as a table.
+
+    Attributes:
+        groups: `{path: group}` of each trained parameter; the empty text if all share one optimiser.
+        table: the rows, as the texts that are printed.
+        notes: the lines below: the parameters that steps leave as they were, see `TrainableState.stuck`.
+    """
+
+    groups: dict[str, str]
+    table: Table
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _blocks(self) -> list[Table | str]:
+        return [self.table, *self.notes]
+
+
+Report.__module__ = "treeparams.types"
+
+
+def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Report:
+    """Shows each leaf with its group in `optim.groups`, whether it is frozen, and how many steps it has taken.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> tx = optim.trainable(optim.groups({"a": optax.sgd(1.0)}, default=optax.sgd(0.1)), "[ab]")
+    >>> model = {"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)}
+    >>> state = tx.update({"a": jnp.ones(2), "b": jnp.ones(3)}, tx.init(model), model)[1]
+    >>> print(optim.report(tx, model, optim.set_trainable(tx, state, model)))
+    path  shape  dtype    group    history  steps
+    a     2      float32  a        0            1
+    b     3      float32  default  0            1
+    c     1      float32  default  1            0
+
+    If bfloat16 or float16 parameters train, the column "copy" shows the dtype of the copy that `optim.master` keeps of
+    each. A parameter with "none" loses steps that are below half the spacing between its neighbouring numbers. Those
+    that three steps or more have left as they were are named below the table; see `TrainableState.stuck`.
+
+    Args:
+        tx: `optim.trainable(...)`.
+        model: any pytree. `report` makes no optimiser state of it.
+        state: a state of `tx`: you then see the leaves that train by this state, their histories and their step counts.
+            Steps in which a row of stacks waited (`active=`) count too; the row's own count is in the state.
+
+    Returns:
+        An object that prints as this table; the names of groups within groups are joined by slashes.
+
+    Raises:
+        TypeError: `tx` is plain Optax; as `tp.layout`.
+        ValueError: as `init`.
+    """
+    rule = rule_of(tx)
+    if state is not None and not isinstance(state, TrainableState):
+        raise TypeError(f"expected the state of this transformation, got {describe(state)}")
+    if isinstance(model, TrainableState):
+        raise TypeError("expected the model, got its state: write optim.report(tx, model, state)")
+    layout = take_apart(model, rule.trainable if state is None else state.layout).layout
+    index, names = index_of(layout), {path: list[str]() for path in layout.paths}
+    like = rule.like(layout) if names else None
+    shapes = () if like is None else like.state
+    check_groups(shapes, index)
+    form = rule.form_of(layout)
+    members = {join_path(entries): slots for entries, slots in zip(form.entries, form.members, strict=True)}
+    for group in groups_in(shapes):
+        for path in group.paths:
+            for own in [path] if path in names else [form.paths[slot] for slot in members[path]]:
+                names[own].append(group.name)
+    groups = {path: " / ".join(each) for path, each in names.items()}
+    steps = dict[int, list[str]]()
+    if state is not None:
+        runs = zip((*state.roles.running, *state.roles.held), state.counts, strict=True)
+        steps = {leaf: [str(n), str(count)] for n, (leaves, count) in enumerate(runs) for leaf in leaves}
+    copies = {layout.paths[slot]: "none" for slot in index.narrow_slots}
+    if copies and like is not None:
+        copies |= {path: str(copy.dtype) for owners, copy in copies_in(shapes, like.division) for path in owners.paths}
+    rows = []
+    for leaf in index.distinct:
+        path, spec = index.structure.paths[leaf], index.structure.spec(leaf)
+        row = [path, ",".join(map(str, spec.shape)), str(spec.dtype), groups.get(path, "frozen") or "trained"]
+        row += steps.get(leaf, ["", ""]) if state is not None else []
+        rows.append([*row, copies.get(path, "")] if copies else row)
+    header = ["path", "shape", "dtype", "group", *(["history", "steps"] if state is not None else [])]
+    table = Table([*header, "copy"] if copies else header, rows, [5])
+    return Report(groups, table, ("", state.stuck) if state is not None and state.stuck else ())

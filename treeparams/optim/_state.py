@@ -5,6 +5,7 @@ parameter keeps its history; thawed later, it has taken fewer steps than the oth
 history. The usual case is one.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,8 +22,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from .._forms.form import Form
-from .._forms.states import Copies, Division, Entries, Init, divide, entries_of, regroup
+from .._forms.states import Copies, Division, Entries, entries_of, regroup
 from .._slots.layout import Layout, index_of
 from .._tree.static_keys import contents
 from .._tree.structure import is_array
@@ -38,6 +38,8 @@ ONE = (
 
 Plain = optax.GradientTransformation | optax.MultiSteps
 """A rule of Optax."""
+Extended = optax.GradientTransformationExtraArgs
+"""A rule of Optax, as `extended` returns it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,22 +142,16 @@ class TrainableState:
         >>> tx.init({"a": jnp.ones(2)}).hyperparams["learning_rate"]
         Array(0.1, dtype=float32)
 
-        To change them, write `optim.adjust`. All histories share them. Inside `optim.per_leaf` each row has its own: if
-        several histories train there, or several nodes have one name, as in groups, read `state.runs`, or
-        `optax.tree.get(state.runs[0], "learning_rate")`.
+        To change them, write `optim.adjust`. All histories share them, but for those inside `optim.per_leaf`, which
+        each row has: of these you get those of the oldest history. If several nodes have one name, as in groups, read
+        `state.runs`, or `optax.tree.get(state.runs[0], "learning_rate")`.
         """
-        found: dict[str, Any] = {}
-        nodes: list[Any] = []
+        nodes: list[dict[str, Any]] = []
         map_injected(lambda _, node: nodes.append(node.hyperparams) or node, self.runs[:1])
-        if len(self.runs) > 1 and "hyperparams" in self.roles.divisions[0].names:
-            paths = index_of(self.layout).structure.paths
-            words = "; ".join(first_few([paths[leaf] for leaf in leaves]) for leaves in self.roles.running)
-            raise ValueError(f"several histories train, each with its hyperparameters in state.runs: {words}")
-        for each in nodes:
-            if found.keys() & each.keys():
-                raise ValueError(f"several nodes have {sorted(found.keys() & each.keys())}; read them in state.runs[0]")
-            found |= each
-        return found
+        names = [name for node in nodes for name in node]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several nodes have {twice}; read them in state.runs[0]")
+        return {name: value for node in nodes for name, value in node.items()}
 
     @property
     def clip(self) -> ClipState:
@@ -174,10 +170,7 @@ class TrainableState:
         """
         found = nodes_of(ClipState, (self.runs, self.held))
         if not found:
-            raise ValueError(
-                "there is no optim.clip_by_global_norm in this state; optax.clip_by_global_norm keeps no norm, so "
-                "write optim.clip_by_global_norm(max_norm) in its place"
-            )
+            raise ValueError("Optax's clip keeps no norm: write optim.clip_by_global_norm(max_norm)")
         return found[0]
 
     def summary_notes(self) -> dict[str, str]:
@@ -212,19 +205,17 @@ def noticed(tree: PyTree) -> PyTree:
     The note is the sign of the counts, so a parameter is named once, until it has moved again.
     """
     leaves, treedef = jtu.tree_flatten(tree, is_leaf=TrainableState.__instancecheck__)
-    return jtu.tree_unflatten(treedef, list(map(_noticed, leaves)))  # no function of JAX calls what warns
-
-
-def _noticed(state: Any) -> Any:
-    is_known = isinstance(state, TrainableState) and state.stuck
-    unsaid = is_known and dataclasses.replace(state, still=np.maximum(state.still, 0)).stuck
-    if not unsaid:
-        return state
-    warn(
-        f"{unsaid}. A step below half the spacing between neighbouring numbers rounds to zero. To train them, keep "
-        "float32 copies, optim.trainable(optim.master(tx)), or make the parameters float32"
-    )
-    return dataclasses.replace(state, still=jnp.where(state.still >= _LEAST, -state.still, state.still))
+    for i, state in enumerate(leaves):  # no function of JAX calls what warns
+        if isinstance(state, TrainableState) and state.stuck:
+            unsaid = dataclasses.replace(state, still=np.maximum(state.still, 0)).stuck
+            still = jnp.where(state.still >= _LEAST, -state.still, state.still)
+            leaves[i] = dataclasses.replace(state, still=still) if unsaid else state
+            if unsaid:
+                warn(
+                    f"{unsaid}. A step below half the spacing between neighbouring numbers rounds to zero. To train "
+                    "them, keep copies, optim.trainable(optim.master(tx)), or make the parameters float32"
+                )
+    return jtu.tree_unflatten(treedef, leaves)
 
 
 def nodes_of(cls: type[T], tree: PyTree) -> list[T]:
@@ -232,7 +223,7 @@ def nodes_of(cls: type[T], tree: PyTree) -> list[T]:
     return [node for node in jax.tree.leaves(tree, is_leaf=cls.__instancecheck__) if isinstance(node, cls)]
 
 
-def extended(tx: object) -> optax.GradientTransformationExtraArgs:
+def extended(tx: object) -> Extended:
     """Returns the transformation as one that accepts extra arguments."""
     if isinstance(tx, optax.MultiSteps):  # its own `gradient_transformation` takes no extra arguments
         return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
@@ -241,12 +232,6 @@ def extended(tx: object) -> optax.GradientTransformationExtraArgs:
         hint = "call it with its arguments" if name != describe(tx) else "it comes first"
         raise TypeError(f"expected an Optax transformation, got {name}; {hint}, as in optax.adam(1e-3)")
     return optax.with_extra_args_support(tx)
-
-
-def check_state(state: object) -> None:
-    """Checks that the argument is not a transformation in place of a state."""
-    if isinstance(state, optax.GradientTransformation | optax.MultiSteps):
-        raise TypeError(f"expected a state, as tx.init(model) returns it, got {describe(state)}; the state comes first")
 
 
 def in_own_buffers(state: PyTree, others: Iterable[Any] = ()) -> PyTree:
@@ -267,14 +252,14 @@ class ModelTransformation(optax.GradientTransformationExtraArgs):
     init: Callable[[PyTree], TrainableState]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Callable[..., tuple[PyTree, TrainableState]]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __new__(
-        cls, init: Callable[[PyTree], TrainableState], update: Callable[..., tuple[PyTree, TrainableState]]
-    ) -> "ModelTransformation":
-        """For internal use; you write `optim.trainable(tx)`."""
-        return super().__new__(cls, cast(Any, init), cast(Any, update))
-
     def __repr__(self) -> str:
-        return repr(rule_of(self))
+        rule = rule_of(self)
+        # Rules of Optax have no names, but the name of their `init` contains the function that made them.
+        inner = getattr(rule.tx.init, "__qualname__", type(rule.tx).__name__).partition(".")[0]
+        form = None if rule.form == "tree" else rule.form
+        options = {"trainable": rule.trainable, "form": form, "missing": rule.missing}
+        said = [inner, *(f"{name}={value!r}" for name, value in options.items() if value is not None)]
+        return f"optim.trainable({', '.join(said)})"
 
 
 ModelTransformation.__module__ = "treeparams.types"
@@ -284,44 +269,35 @@ def rule_of(tx: object) -> Any:
     """Returns the `Rule` whose methods a transformation over models consists of."""
     if isinstance(tx, ModelTransformation):
         return getattr(tx.init, "__self__")  # noqa: B009 - no attribute of the protocol
-    expected = f"expected optim.trainable(...), got {describe(tx)}"
+    hint = "the transformation is the first argument"
     if isinstance(tx, optax.GradientTransformation):
-        hint = "Put the whole chain into optim.trainable; if you wrapped it, pass the inner transformation"
-        raise TypeError(f"{expected}, plain Optax, which does not accept models. {hint}")
-    raise TypeError(f"{expected}; the transformation is the first argument")
+        hint = "put the whole chain into optim.trainable, or pass the transformation inside a wrapper"
+    raise TypeError(f"expected optim.trainable(...), got {describe(tx)}; {hint}")
 
 
 def model_state(state: PyTree) -> TrainableState:
     """Returns the state of the one transformation over models in a state."""
     states = nodes_of(TrainableState, state)
     if len(states) != 1:
-        raise ValueError(
-            f"expected the state of one transformation over models, tx.init(model), got {len(states)}; {ONE}"
-        )
+        raise ValueError(f"expected the state of one transformation over models, got {len(states)}; {ONE}")
     return states[0]
 
 
 def map_injected(f: Callable[[Any, Any], Any], state: PyTree, above: tuple[Any, ...] = ()) -> PyTree:
     """Returns the state with `f(path, node)` at each node of `optax.inject_hyperparams`, from the outside in."""
-    return jtu.tree_map_with_path(functools.partial(_visit_injected, f, above), state, is_leaf=_is_injected)
 
+    def visit(path: tuple[Any, ...], node: Any) -> Any:
+        if not _is_injected(node):
+            return node
+        node = f((*above, *path), node)
+        return node._replace(inner_state=map_injected(f, node.inner_state, (*above, *path)))
 
-def _visit_injected(f: Callable[[Any, Any], Any], above: tuple[Any, ...], path: tuple[Any, ...], node: Any) -> Any:
-    if not _is_injected(node):
-        return node
-    node = f((*above, *path), node)
-    return node._replace(inner_state=map_injected(f, node.inner_state, (*above, *path)))
+    return jtu.tree_map_with_path(visit, state, is_leaf=_is_injected)
 
 
 def _is_injected(node: object) -> bool:
     # By its fields: the two classes of Optax that have them are not the only ones.
     return {"hyperparams", "inner_state"} <= set(getattr(node, "_fields", ()))
-
-
-def free_rates(node: Any) -> dict[str, Any]:
-    """Returns the hyperparameters of one such node that no schedule sets."""
-    scheduled = getattr(node, "hyperparams_states", {})
-    return {name: value for name, value in node.hyperparams.items() if name not in scheduled}
 
 
 # -- The dtypes of a state ---------------------------------------------------------------------------------------------
@@ -346,19 +322,15 @@ def steady(new: PyTree, old: PyTree) -> PyTree:
     if treedef != new_treedef:
         raise ValueError(f"the transformation changed the structure of its state from {treedef} to {new_treedef}")
     kind = operator.attrgetter("shape", "dtype", "weak_type")
-    try:
+    with contextlib.suppress(AttributeError):  # where not all are arrays
         if list(map(kind, news)) == list(map(kind, leaves)):
             return new
-    except AttributeError:  # not all are arrays
-        pass
     for i, (leaf, before) in enumerate(zip(news, leaves, strict=True)):
-        if not _is_numbers(before):
-            continue
-        if jnp.shape(leaf) != before.shape:
-            where = jtu.keystr(jtu.tree_flatten_with_path(old)[0][i][0])
-            got = f"from {before.shape} to {jnp.shape(leaf)}"
-            raise ValueError(f"the transformation changed the shape of its state at {where} {got}")
-        news[i] = jax.lax.convert_element_type(leaf, before.dtype)
+        if _is_numbers(before):
+            if jnp.shape(leaf) != before.shape:
+                where = jtu.keystr(jtu.tree_flatten_with_path(old)[0][i][0])
+                raise ValueError(f"the transformation changed the shape of its state at {where}: {before.shape}")
+            news[i] = jax.lax.convert_element_type(leaf, before.dtype)
     return jtu.tree_unflatten(treedef, news)
 
 
@@ -377,7 +349,6 @@ class History:
     state: PyTree
     division: Division
     count: Any = None
-    begin: Callable[[], PyTree] | None = None  # makes the arrays of a fresh one, which has only shapes
 
     @functools.cached_property
     def copies(self) -> Copies:
@@ -391,6 +362,38 @@ class History:
         leaves = [arrays.get(entries, leaf) for entries, leaf in self.copies.arrays.items()]
         return dataclasses.replace(self, state=jtu.tree_unflatten(jtu.tree_structure(self.state), leaves))
 
+    def made_of(self, histories: "Sequence[History]") -> PyTree:
+        """Returns the state for these parameters: their pieces of other histories, and the shared arrays of the first.
+
+        Raises:
+            ValueError: the rule does not keep its state leaf by leaf, or another rule made it.
+        """
+        treedef, first = jtu.tree_structure(self.state), histories[0]
+        if first.layout == self.layout and jtu.tree_structure(first.state) == treedef:
+            return first.state
+        History.check_no_memory(histories)
+        return jtu.tree_unflatten(treedef, regroup([each.copies for each in histories], self.copies))
+
+    @staticmethod
+    def of_run(histories: "Sequence[History]") -> frozenset[Entries]:
+        """Returns the shared arrays that no parameter's step count decides, by their entries.
+
+        Such as the state of a schedule, a plateau or a rate: the node that holds them holds no array of any parameter.
+        """
+        owned = [owners for each in histories for owners in each.division.owners if owners is not None]
+        nodes = {owners.place[0][:-1] for owners in owned}
+        shared = frozenset[Entries]().union(*[each.copies.common for each in histories])
+        return frozenset([entries for entries in shared if entries[:-1] not in nodes])
+
+    @staticmethod
+    def check_no_memory(histories: "Sequence[History]") -> None:
+        """Refuses L-BFGS, which couples leaves."""
+        if nodes_of(optax.ScaleByLBFGSState, [each.state for each in histories]):
+            raise ValueError(
+                "L-BFGS remembers steps of all trained leaves together: give all of them gradients, tp.project(model, "
+                'grads, missing="zeros"), or begin anew, optim.set_trainable(..., reset=True)'
+            )
+
 
 def state_of(layout: Layout, running: Sequence[History], held: Sequence[History], still: Any) -> TrainableState:
     """Returns the state of these histories."""
@@ -399,54 +402,3 @@ def state_of(layout: Layout, running: Sequence[History], held: Sequence[History]
     runs, kept = (tuple([each.state for each in side]) for side in sides)
     roles = Roles(layout, trains, waits, tuple([each.division for each in both]))
     return TrainableState(runs, kept, tuple([each.count for each in both]), roles, still)
-
-
-def asked(init: Init, form: Form, made: PyTree = None) -> tuple[PyTree, Division]:
-    """Returns a fresh state of a form, as shapes, and the parameters of each of its arrays.
-
-    `made` is such a state that exists already.
-    """
-    if made is None:
-        state = jax.eval_shape(init, form.shapes())
-    else:
-        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
-    return state, divide(init, form, state)
-
-
-def regrouped(histories: Sequence[History], like: History) -> PyTree:
-    """Returns the state for the parameters of another history: their pieces, and the first history's shared arrays.
-
-    Raises:
-        ValueError: the rule does not keep its state leaf by leaf, or another rule made it.
-    """
-    treedef = jtu.tree_structure(like.state)
-    first = histories[0]
-    if first.layout == like.layout and jtu.tree_structure(first.state) == treedef:
-        return first.state
-    check_no_memory(histories)
-    sources = [each.copies for each in histories]
-    if like.begin is not None and like.copies.common.difference(*[each.common for each in sources]):
-        # If a group has no parameter left, `optim.per_leaf` keeps an array that the histories do not have.
-        sources.append(dataclasses.replace(like, state=like.begin(), begin=None).copies)
-    return jtu.tree_unflatten(treedef, regroup(sources, like.copies))
-
-
-def of_run(histories: Sequence[History]) -> frozenset[Entries]:
-    """Returns the shared arrays that no parameter's step count decides, by their entries.
-
-    Such as the state of a schedule, a plateau or a rate: the node that holds them holds no array of any parameter.
-    """
-    owned = [owners for each in histories for owners in each.division.owners if owners is not None]
-    nodes = {owners.place[0][:-1] for owners in owned}
-    shared = frozenset[Entries]().union(*[each.copies.common for each in histories])
-    return frozenset([entries for entries in shared if entries[:-1] not in nodes])
-
-
-def check_no_memory(histories: Sequence[History]) -> None:
-    """Refuses L-BFGS, which couples leaves."""
-    if nodes_of(optax.ScaleByLBFGSState, [each.state for each in histories]):
-        raise ValueError(
-            "L-BFGS remembers steps of all trained leaves together, so it cannot go on with some of them. Give all of "
-            'them gradients, tp.project(model, grads, missing="zeros"), or drop the whole state: '
-            "optim.set_trainable(..., reset=True)"
-        )

@@ -1,7 +1,12 @@
-"""step, apply_updates: the model after a step; value_and_grad_from_state, eval_params: other results from a state."""
+"""step, and the rule of `optim.trainable` that takes it: a rule of Optax, and the form in which it sees a model.
+
+A rule sees the parameters that have a gradient in one form: the canonical tree, one vector, or stacks. Its state holds
+copies of that form (see `_forms.states`), divided once, when the state is made.
+"""
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,19 +16,32 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .._forms.form import Form, cut_blocks, stacks_of, tree_of, vector_of
-from .._forms.states import Division
-from .._grad import value_and_grad
-from .._slots.layout import Layout, look_up, trained_at
-from .._slots.match import per_slot
-from .._slots.parts import Parts, take_apart
-from .._tree.paths import key_entries
-from .._tree.structure import structure_of
-from .._tree.text import describe
+from .._forms.form import Form, cut_blocks, tree_of
+from .._forms.states import Division, Entries, divide
+from .._slots.accidents import warn_of_parted_ties
+from .._slots.index import warn_of_nothing
+from .._slots.layout import Layout, MisfitError, Trainable, index_of, trained_at
+from .._slots.match import per_slot, slot_gradients
+from .._slots.parts import Parts, kept_arrays, take_apart
+from .._tree.text import describe, first_few, warn
 from .._tree.types import PyTree, common_dtype, is_complex
-from ._master import copies_in, landed
-from ._per_leaf import PerLeafState
-from ._state import ONE, History, ModelTransformation, TrainableState, extended, model_state, nodes_of, rule_of
+from ._boundary import check_arguments, check_model, check_run, check_ties, form_for, misfit, rows_of, zeros_filled
+from ._joined import check_form, couples_late, few_alike
+from ._per_leaf import check_rows
+from ._state import (
+    History,
+    ModelTransformation,
+    Roles,
+    TrainableState,
+    extended,
+    in_own_buffers,
+    nodes_of,
+    noticed,
+    rule_of,
+    settled,
+    steady,
+)
+from ._updates import ScaledState, check_names, copies_in, landed, spread, told
 
 M = TypeVar("M")
 
@@ -73,101 +91,39 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
     try:
         if is_ours:
             parts, steps, after = rule_of(tx).step(grads, state, model, extra)
-            return _moved(parts, steps, _copies(after)), after
+            return moved(parts, steps, after), after
         updates, after = update(grads, state, model, **extra)
     except Exception:
-        _check_arguments(tx, grads, state, model)  # plain Optax fails at a model in many ways that name no reason
+        check_arguments(tx, grads, state, model)  # plain Optax fails at a model in ways that name no reason
         raise
     states = nodes_of(TrainableState, after)
     if len(states) != 1:
-        _check_arguments(tx, grads, after, model)
+        check_arguments(tx, grads, after, model)
     parts = take_apart(model, states[0].layout)
-    return _moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True), _copies(states[0])), after
+    return moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True), states[0]), after
 
 
-_ORDER = "the order is model, state = optim.step(tx, grads, state, model)"
-_PLAIN = "tx is plain Optax, which does not accept models: write tx = optim.trainable(tx), state = tx.init(model)"
-
-
-def _check_arguments(tx: object, grads: PyTree, state: PyTree, model: PyTree) -> None:
-    """Refuses arguments in another order, and a transformation that is not over one model."""
-    is_ours, states = isinstance(tx, ModelTransformation), nodes_of(TrainableState, state)
-    if len(states) > 1:
-        raise ValueError(f"the state is of {len(states)} transformations over models; {ONE}")
-    if states and not is_ours and states[0] is state:
-        raise TypeError(f"{_PLAIN}. The state is of another transformation")
-    if states:
-        return
-    is_elsewhere = any(nodes_of(TrainableState, each) for each in (grads, model))
-    if is_ours or is_elsewhere:
-        made = "" if is_elsewhere else "; write state = tx.init(model)"
-        raise TypeError(f"the third argument is the state, got {describe(state)}; {_ORDER}{made}")
-    raise TypeError(_PLAIN)
-
-
-def _copies(state: TrainableState) -> dict[str, jax.Array]:
-    """Returns the wide copies that `optim.master` keeps, by parameter."""
-    divisions = zip(state.runs, state.roles.divisions, strict=False)
-    found = [pair for run, division in divisions for pair in copies_in(run, division)]
-    if not found:
-        return {}
-    blocks = [dataclasses.replace(owners.block, dtype=copy.dtype, dtypes=()) for owners, copy in found]
-    pieces = cut_blocks(blocks, [copy for _, copy in found])
-    return {
-        path: piece
-        for (owners, _), own in zip(found, pieces, strict=True)
-        for path, piece in zip(owners.paths, own, strict=True)
-    }
-
-
-def apply_updates(model: M, updates: PyTree) -> M:
-    """Adds the updates to the parameters of a model, each in its own dtype.
-
-    >>> import jax.numpy as jnp
-    >>> from treeparams import optim
-    >>> shared = jnp.array([1.0, 2.0], jnp.bfloat16)
-    >>> updates = {"a": jnp.ones(2), "b": jnp.ones(2), "n": None}
-    >>> model = optim.apply_updates({"a": shared, "b": shared, "n": 3}, updates)
-    >>> model["a"].dtype, model["a"] is model["b"], model["n"]
-    (dtype(bfloat16), True, 3)
-
-    The arrays at the paths of a tie stay equal inside `jax.jit` too, since the updates are at all of them. (So you may
-    use `eqx.apply_updates` as well; it adds as JAX promotes dtypes.) With `optim.master` use `optim.step`, which sees
-    the copies.
-
-    Args:
-        model: any pytree.
-        updates: the updates that `tx.update` returned; `None` or nothing at a path is no step.
-
-    Returns:
-        The model; a leaf without an update is the same object. Outside of a trace all paths of a tie have the same
-        array, if the model has the tie or its class declares it; `optim.step` also keeps ties that you gave to a
-        layout.
-
-    Raises:
-        ValueError: an update at a path that the model does not have, or of another shape.
-        TypeError: a complex update of a real parameter.
-    """
-    # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
-    layout, index = look_up(structure_of(model)[2], None)
-    parts = take_apart(model, trained_at(layout, index.distinct))
-    try:
-        return _moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True), {})
-    except ValueError as error:
-        if type(model) is type(updates) and len(jax.tree.leaves(updates)) > len(jax.tree.leaves(model)):
-            raise ValueError("the model comes first; write optim.apply_updates(model, updates)") from error
-        raise
-
-
-def _moved(parts: Parts[M], steps: Sequence[Any], copies: Mapping[str, jax.Array]) -> M:
-    """Returns the model after a step of each slot; parameters with a wide copy are that copy, rounded."""
+def moved(parts: Parts[M], steps: Sequence[Any], state: TrainableState | None = None) -> M:
+    """Returns the model after a step of each slot; a parameter with a wide copy in the state is that copy, rounded."""
     paths = [slot.path for slot in parts.layout.slots]
     slots = list(map(added, paths, parts.slots, steps))
-    for slot, path in enumerate(paths if copies else ()):
-        old, step = parts.slots[slot], steps[slot]
-        if path in copies and step is not None:
-            slots[slot] = landed(old, step, copies[path], slots[slot])
+    if state is not None and any("copies" in division.names for division in state.roles.divisions):
+        copies = _copies(state)
+        for slot, path in enumerate(paths):
+            old, step = parts.slots[slot], steps[slot]
+            if path in copies and step is not None:
+                slots[slot] = landed(old, step, copies[path], slots[slot])
     return parts.model(slots)
+
+
+def _copies(state: Any) -> dict[str, jax.Array]:
+    """Returns the wide copies that `optim.master` keeps of the parameters that train."""
+    divisions = zip(state.runs, state.roles.divisions, strict=False)
+    found = dict[str, jax.Array]()
+    for owners, copy in [pair for run, division in divisions for pair in copies_in(run, division)]:
+        block = dataclasses.replace(owners.block, dtype=copy.dtype, dtypes=())
+        found |= zip(owners.paths, cut_blocks([block], [copy])[0], strict=True)
+    return found
 
 
 def added(path: str, leaf: jax.Array | np.ndarray, step: jax.Array | np.ndarray | None) -> jax.Array | np.ndarray:
@@ -184,142 +140,395 @@ def added(path: str, leaf: jax.Array | np.ndarray, step: jax.Array | np.ndarray 
     return jax.lax.convert_element_type(leaf.astype(dtype) + step.astype(dtype), leaf.dtype)
 
 
-# -- What a state holds beside its moments -----------------------------------------------------------------------------
+# -- Narrow parameters -------------------------------------------------------------------------------------------------
 
 
-def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.Array, PyTree]]:
-    """Makes `tp.value_and_grad(f)` reuse the value and gradient that a line search has left in the state.
+def counting(state: TrainableState) -> TrainableState:
+    """Returns the state with counts of lost steps, if it is of narrow parameters without copies by `optim.master`."""
+    index, roles, copied = index_of(state.layout), state.roles, _copied(state)
+    kept = {leaf for positions in (*roles.running, *roles.held) for leaf in positions}
+    is_any = any(leaf in kept and index.structure.paths[leaf] not in copied for leaf in index.narrow)
+    known = jnp.zeros(len(index.narrow), jnp.int32) if isinstance(state.still, tuple) else state.still
+    return dataclasses.replace(state, still=known if is_any else ())
 
-    >>> import jax, jax.numpy as jnp, optax
-    >>> from treeparams import optim
-    >>> model = {"w": jnp.array([1.0, 2.0]), "steps": 3, "activation": jnp.tanh}
-    >>> loss = lambda model: jnp.sum(model["w"] ** 2)
-    >>> tx = optim.trainable(
-    ...     optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9, store_grad=True))
-    ... )
-    >>> state, value_and_grad = tx.init(model), optim.value_and_grad_from_state(loss)
-    >>> for _ in range(2):
-    ...     value, grads = value_and_grad(model, state=state)
-    ...     model, state = optim.step(tx, grads, state, model, value=value, grad=grads, value_fn=loss)
-    >>> round(float(value), 3), model["steps"], model["activation"] is jnp.tanh
-    (1.8, 3, True)
 
-    It is `optax.value_and_grad_from_state` for models that contain frozen parts, ties, functions and integers. A line
-    search ends with the loss and its gradient at the point where the next step begins, so each step evaluates the loss
-    once less. The model and the further arguments must be those that the search has seen: if each step has another
-    batch, write `tp.value_and_grad`. The function calls `f` if the state holds no finite value, as before the first
-    step, and if parameters have taken different numbers of steps, as after `optim.set_trainable`.
+def _copied(state: TrainableState) -> set[str]:
+    """Returns the parameters that `optim.master` keeps copies of."""
+    pairs = zip((*state.runs, *state.held), state.roles.divisions, strict=True)
+    return {path for run, division in pairs for owners, _ in copies_in(run, division) for path in owners.paths}
 
-    Args:
-        f: the loss, a function of the model and further arguments, as you pass it to the line search as `value_fn`.
 
-    Returns:
-        A function of the same arguments and `state=`, the state of `optim.trainable`. It returns
-        the value, in the dtype that the state has it in, and the canonical gradient.
+def _counts(parts: Parts[Any], state: TrainableState, steps: Sequence[Any]) -> Any:
+    """Returns the counts of lost steps after one step of each slot."""
+    index, copied = parts.index, _copied(state)
+    pairs: list[Any] = [None] * len(index.narrow)
+    for slot in index.narrow_slots:
+        leaf = index.positions[slot]
+        if steps[slot] is not None and index.structure.paths[leaf] not in copied:
+            pairs[index.narrow[leaf]] = parts.slots[slot], steps[slot]
+    return _counted(state.still, pairs)
 
-    Raises:
-        ValueError: when called: no line search in the state keeps value and gradient, or several do; the state is not
-            that of one transformation over models; as `tp.value_and_grad`.
-        TypeError: when called: as `tp.value_and_grad`.
+
+_MOVES = 2
+
+
+@jax.jit  # one call outside of a trace
+def _counted(still: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array] | None]) -> jax.Array:
+    effects = jnp.stack([jnp.zeros((), jnp.int32) if pair is None else _effect(*pair) for pair in pairs])
+    return jnp.where(effects == _MOVES, 0, still + jnp.where(still < 0, -effects, effects))
+
+
+@jax.jit  # traced once for all parameters of a shape
+def _effect(leaf: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns `_MOVES` if a step changes its parameter, 1 if it is not zero and is lost, otherwise 0."""
+    # The bits are compared, since compilers may leave out the rounding of a sum that is compared as a number.
+    after, bits = added("", leaf, step), f"uint{jnp.finfo(leaf.dtype).bits}"
+    has_moved = jax.lax.bitcast_convert_type(after, bits) != jax.lax.bitcast_convert_type(leaf, bits)
+    is_lost = jnp.isfinite(leaf) & (jnp.abs(step) > 0)
+    # In bytes, since not every compiler reduces the effects as it makes them.
+    return jnp.max(jnp.where(has_moved, _MOVES, is_lost.astype(jnp.int8)), initial=0).astype(jnp.int32)
+
+
+# -- What a rule sees in one update ------------------------------------------------------------------------------------
+
+Run = Callable[[PyTree], tuple[PyTree, PyTree]]
+"""From a state of the rule to its steps for the gradients, and its next state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """The form of the parameters that the rule sees in one update."""
+
+    parts: Parts[Any]
+    layout: Layout
+    form: Form
+    slots: Sequence[int] | None = None  # their numbers in the whole layout; `None` if these are all
+    rows: Any = None  # which `Rows` move, if some wait
+
+    def show(self, values: Sequence[Any]) -> PyTree:
+        """Returns the form of one value per slot of the whole layout, with zeros in rows that wait."""
+        shown = self.form.holding(values if self.slots is None else [values[slot] for slot in self.slots])
+        return shown if self.rows is None else self.rows.masked(shown, 1)
+
+    def step(self, update: Run, division: Division, before: PyTree, init: Callable[[PyTree], PyTree]) -> Any:
+        """Returns the step of each slot, and the next state, from a state that is divided in this way."""
+        if self.rows is None:
+            made, after = update(before)
+            return self._read(made), steady(after, before)
+        # For a row that waits, the rule sees a parameter of zero, a gradient of zero and a fresh state, so that the row
+        # adds nothing to a norm, whatever is in it.
+        fresh = settled(init(self.show(self.parts.slots)))
+        made, after = update(self.rows.of_state(division, before, fresh))
+        # -0.0 changes no number when it is added; 0.0 would turn -0.0 into 0.0.
+        steps = self.rows.without_absent(self._read(self.rows.masked(made, -1)))
+        return steps, self.rows.of_state(division, steady(after, before), before)
+
+    def slots_of(self, history: History) -> list[int]:
+        """Returns the slots of a history, in a model that may train others too."""
+        by_leaf = self.parts.index.by_leaf
+        return [by_leaf[position] for position in index_of(history.layout).positions]
+
+    def moves(self, history: History) -> Any:
+        """Returns whether any parameter of a history takes a step: a bool, or an array of one."""
+        if self.rows is not None:
+            return self.rows.moves(history, self.slots_of(history))
+        return self.slots is None or not set(self.slots).isdisjoint(self.slots_of(history))
+
+    def _read(self, shown: PyTree) -> list[Any]:
+        """Returns one value per slot of the whole layout; `None` for slots that the rule did not see, or left out."""
+        found = self.form.read(shown)
+        if self.slots is None:
+            return found
+        values = dict(zip(self.slots, found, strict=True))
+        return [values.get(slot) for slot in range(len(self.parts.slots))]
+
+    def model(self, shown: PyTree) -> Any:
+        """Returns the model with these parameters; everything else, and rows that wait, are as they were."""
+        if self.rows is not None:
+            shown = self.rows.beside(shown, self.form.holding(self.parts.slots))
+        found = zip(self._read(shown), self.parts.slots, strict=True)
+        return self.parts.model([own if new is None else new for new, own in found])
+
+
+# -- The rule ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Rule:
+    """An Optax transformation, the form in which it sees a model, and the parameters that it trains.
+
+    A form without a name here is a function that makes it from a layout.
     """
 
-    @functools.wraps(f)
-    def of_state(model: Any, /, *args: Any, state: PyTree, **kwargs: Any) -> tuple[Any, PyTree]:
-        ours = model_state(state)
-        compute = functools.partial(value_and_grad(f, ours.layout), model, *args, **kwargs)
-        if len(ours.runs) != 1:
-            return compute()
-        value, slots = _searched(ours)
-        kept = value, take_apart(model, ours.layout).canonical(slots)
+    tx: Any  # which takes extra arguments
+    trainable: Trainable
+    form: Any
+    missing: str | None = None
+    trial: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-        def computed() -> tuple[Any, PyTree]:
-            found, grads = compute()
-            return jax.lax.convert_element_type(found, value.dtype), grads
+    def __post_init__(self) -> None:
+        self._right_for = set[Any]()
+        self._own: Division | None = None  # the last one that was found to be of this rule
+        self._is_scaled = False  # whether `optim.scaled` is in it
+        self._warned = set[int]()  # of layouts, by hash
 
-        if isinstance(value, Tracer):
-            return jax.lax.cond(jnp.isfinite(value), lambda: kept, computed)
-        return kept if bool(jnp.isfinite(value)) else computed()
+    def form_of(self, layout: Layout) -> Form:
+        """Returns the form in which the rule sees the parameters of a layout."""
+        if self.form == "tree":
+            return tree_of(layout)
+        if not isinstance(self.form, str):
+            return self.form(layout)
+        return self._remembered(layout, "form", functools.partial(form_for, self.tx, self.form, layout))
 
-    return of_state
+    def _remembered(self, layout: Layout, name: str, make: Callable[[], Any]) -> Any:
+        """Returns the value that the rule has computed for a layout, kept as long as both live."""
+        index = index_of(layout)
+        # With the structure, and not with the rule, which may live longer: models may hold functions, and these arrays.
+        # Layouts that are equal share it, such as those before a parameter froze and after it thawed.
+        rules = index.structure.remember(("of rules", index.trained, index.ties), weakref.WeakKeyDictionary)
+        known = rules.setdefault(self, {})
+        if name not in known:
+            known[name] = make()
+        return known[name]
+
+    # -- States
+
+    def init(self, params: PyTree) -> TrainableState:
+        """Returns a fresh state."""
+        check_model(params)
+        parts = take_apart(params, self.trainable)
+        if not isinstance(self.trainable, Layout):
+            warn_of_parted_ties(parts.index, jtu.tree_leaves(params))
+        check_ties(params, parts)
+        return self.start(parts)
+
+    def start(self, parts: Parts[Any]) -> TrainableState:
+        """Returns a fresh state of the trained parameters."""
+        positions = parts.index.positions
+        if not positions:
+            warn_of_nothing(parts.index)
+            return TrainableState((), (), (), Roles(parts.layout, (), (), ()))
+        self.check(parts.layout)
+        begun = self.fresh(parts)
+        check_names(begun.state, parts.index)
+        roles = Roles(parts.layout, (positions,), (), (begun.division,))
+        state = counting(TrainableState((begun.state,), (), (begun.count,), roles))
+        return in_own_buffers(state, [*parts.slots, *kept_arrays(parts.rest).values()])
+
+    def check(self, layout: Layout) -> None:
+        """Checks that the inner rule is right over the form of these parameters."""
+        if self.form != "tree":
+            check_form(self.tx, layout, self.form_of(layout), f'form="{self.form}"', self.trial, self._right_for)
+
+    def fresh(self, parts: Parts[Any]) -> History:
+        """Returns the history of parameters that begin."""
+        form = self.form_of(parts.layout)
+        run = self.tx.init(form.holding(parts.slots))
+        check_run(run)
+        check_rows(run, form)
+        run = settled(run)
+        division = self.like(parts.layout, run).division
+        return History(parts.layout, run, division, jnp.zeros((), jnp.int32))
+
+    def like(self, layout: Layout, made: PyTree = None) -> History:
+        """Returns a fresh history of some parameters, as shapes; `made` is a fresh state that exists already."""
+        ask = lambda: _asked(self.tx.init, self.form_of(layout), made)
+        return History(layout, *self._remembered(layout, "state", ask))
+
+    def begun(self, layout: Layout) -> PyTree:
+        """Returns a fresh state for some parameters, made from zeros."""
+        shapes = self.form_of(layout).shapes()
+        return settled(self.tx.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)))
+
+    def histories(self, state: Any) -> list[History]:
+        """Returns all histories of a state, which must be one of this rule: those that run, then those that wait."""
+        if not isinstance(state, TrainableState):
+            raise TypeError(f"expected a state, got {describe(state)}; the order is tx.update(grads, state, model)")
+        roles, at = state.roles, (*state.roles.running, *state.roles.held)
+        layouts = [roles.layout] if len(at) == 1 and roles.running else [trained_at(roles.layout, each) for each in at]
+        found = list(map(History, layouts, (*state.runs, *state.held), roles.divisions, state.counts))
+        if found and found[0].division is not self._own:
+            like, own = self.like(found[0].layout).division, found[0].division
+            # Of several histories, `saving.plan` makes those of some parameters without asking the rule. Then only the
+            # arrays that belong to parameters must be the same.
+            of_each = lambda it: [(owners.paths, owners.place) for owners in it.owners if owners is not None]
+            if like != own and (len(found) == 1 or of_each(like) != of_each(own)):
+                raise ValueError("the state was made by another transformation than this one; pass the other")
+            self._own, self._is_scaled = own, bool(nodes_of(ScaledState, found[0].state))
+        return found
+
+    def check_together(self, layout: Layout) -> None:
+        """Refuses several histories of a rule that couples parameters after it has used their step counts."""
+
+        def couples() -> bool:
+            positions = index_of(layout).positions
+            few = trained_at(layout, [positions[slot] for slot in few_alike(layout)])
+            form = form_for(self.tx, "stacks", few, is_apart=True) if self.form == "stacks" else tree_of(few)
+            return couples_late(self.tx, form, History(few, *_asked(self.tx.init, form)), self.trial)
+
+        if self._remembered(layout, "couples late", couples):
+            raise ValueError(
+                "parameters have taken different numbers of steps, and the transformation couples what it makes of "
+                "each by its count. Put that first in the chain, optax.chain(optim.clip_by_global_norm(1.0), "
+                "optax.adam(1e-3)), or begin anew, optim.set_trainable(..., reset=True)"
+            )
+
+    # -- Steps
+
+    def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
+        """Takes one step: returns the updates at all places, and the next state."""
+        if params is None:
+            raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
+        parts, steps, after = self.step(updates, state, params, extra)
+        tree = parts.everywhere(steps)
+        return tree if self.missing is None else zeros_filled(params, tree), after
+
+    def step(self, grads: PyTree, state: Any, model: PyTree, extra: Any) -> tuple[Parts[Any], list[Any], Any]:
+        """Takes one step: returns the model's parts, the step of each slot, and the next state."""
+        running = self.histories(state)[: len(state.runs)]
+        if grads is model:
+            raise TypeError("the gradients are the model itself; write grads = tp.grad(loss)(model)")
+        try:
+            parts = take_apart(model, state.roles.layout)
+        except MisfitError as error:
+            raise misfit(state.roles.layout, grads, error) from None
+        gradients = self._gradients(parts, grads)
+        absent = [slot for slot, given in enumerate(gradients) if given is None]
+        if absent:
+            self._warn_of_no_gradient(parts, running, absent)
+        sight, gradients = self._sight(parts, gradients, absent, extra)
+        steps, after = self._steps(sight, self._update(sight, gradients, extra), running)
+        seen, still = state.seen, state.still
+        if not isinstance(still, tuple):
+            state = state if seen & (seen - 1) else noticed(state)  # after 0, 1, 2, 4, 8 ...
+            still = _counts(parts, state, steps)
+        runs, counts = [each.state for each in after], [each.count for each in after]
+        next_state = TrainableState(tuple(runs), state.held, (*counts, *state.counts[len(runs) :]), state.roles, still)
+        object.__setattr__(next_state, "seen", seen + 1)
+        return parts, steps, next_state
+
+    def _steps(self, sight: Sight, update: Run, histories: Sequence[History]) -> tuple[list[Any], list[History]]:
+        """Returns the step of each slot, and the histories after it.
+
+        A rule may couple leaves, by a global norm or a line search. So each of several histories runs over all leaves
+        that have a gradient, and only its own leaves are kept of the result; XLA computes nothing for the rest. That is
+        right as long as coupled values do not depend on step counts, which `check_together` has seen to.
+        """
+        steps, after = [None] * len(sight.parts.slots), [*histories]
+        moves = [sight.moves(history) for history in histories]
+        if len(histories) > 1:
+            self.check_together(sight.parts.layout)
+            if isinstance(jnp.zeros(()), Tracer):  # within jit even constants are traced
+                update = jax.jit(update)  # so that the rule is traced once and not for each history
+        for number, history in enumerate(histories):
+            if moves[number] is False:
+                continue
+            if len(histories) == 1 and sight.slots is None:  # all that trains, and most often all there is
+                steps, state = sight.step(update, history.division, history.state, self.tx.init)
+            else:
+                like = self.like(sight.layout)
+                before = like.made_of([history, *histories[:number], *histories[number + 1 :]])
+                made, run = sight.step(update, like.division, before, self.tx.init)
+                mine = history.made_of([dataclasses.replace(like, state=run), history])
+                state = steady(mine, history.state)
+                for slot in sight.slots_of(history):
+                    steps[slot] = made[slot]
+            one = 1 if moves[number] is True else moves[number].astype(jnp.int32)
+            after[number] = dataclasses.replace(history, state=state, count=history.count + one)
+        first = next((number for number, moved in enumerate(moves) if moved is not False), None)
+        if len(histories) > 1 and first is not None:  # of the run, and the same in all; what has no gradient follows
+            arrays, its = after[first].copies.arrays, History.of_run(histories)
+            shared: dict[Entries, Any] = {entries: array for entries, array in arrays.items() if entries in its}
+            after = [each.holding(shared) for each in after]
+        return steps, after
+
+    def _sight(self, parts: Parts[Any], gradients: list[Any], absent: list[int], extra: Any) -> tuple[Sight, list[Any]]:
+        """Returns the parameters that the rule sees, and the gradients that it sees."""
+        if self.form != "stacks" and "active" in extra:
+            raise TypeError('active= is for the rows of stacks: write optim.trainable(tx, form="stacks")')
+        active, layout = extra.pop("active", None), parts.layout
+        if absent and self.form == "tree":
+            slots = [slot for slot, given in enumerate(gradients) if given is not None]
+            layout = trained_at(layout, [parts.index.positions[slot] for slot in slots])
+            return Sight(parts, layout, tree_of(layout), slots), gradients
+        form, rows = self.form_of(layout), None
+        if self.form == "stacks" and (absent or active is not None):
+            rows = rows_of(layout, form, absent, {} if active is None else active)
+        return Sight(parts, layout, form, None, rows), _filled(parts, gradients) if absent else gradients
+
+    def _update(self, sight: Sight, gradients: list[Any], extra: dict[str, Any]) -> Run:
+        """Returns the update of the rule, a function of its state."""
+        further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
+        shown, params = sight.show(gradients), sight.show(sight.parts.slots)
+        if not self._is_scaled:
+            return lambda before: self.tx.update(shown, before, params, **further)
+        by_parameter = functools.partial(spread, sight.parts.index, sight.layout, sight.form)
+
+        def update(before: PyTree) -> tuple[PyTree, PyTree]:
+            made, after = self.tx.update(shown, told(before, by_parameter), params, **further)
+            return made, told(after, None)
+
+        return update
+
+    def _warn_of_no_gradient(self, parts: Parts[Any], histories: Sequence[History], absent: Sequence[int]) -> None:
+        """Warns, once, of a history that has not taken a step yet."""
+        without = {parts.index.positions[slot] for slot in absent}
+        for history in histories:
+            first_time = not isinstance(history.count, Tracer) and not int(history.count)
+            is_known = hash(history.layout) in self._warned
+            if first_time and not is_known and without.issuperset(index_of(history.layout).positions):
+                self._warned.add(hash(history.layout))
+                message = "take gradients by the layout in the state, tp.grad(loss, state.layout)"
+                warn(f"no gradient so far for {first_few(history.layout.paths)}, which the state trains: {message}")
+
+    # -- Arguments
+
+    def _gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
+        """Returns one gradient per slot as Optax's rules expect them; `None` if there is none."""
+        if grads is None or isinstance(grads, (bool, int)):
+            raise TypeError(f"expected a tree of gradients, as tp.grad(loss)(model) returns it, got {describe(grads)}")
+        index = parts.index
+        gradients = slot_gradients(index, grads, None, wide=True)
+        for slot in index.complex_slots:
+            # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
+            if gradients[slot] is not None:
+                gradients[slot] = jnp.conj(gradients[slot])
+        return gradients
+
+    def _argument(self, sight: Sight, name: str, value: Any) -> Any:
+        """Converts an extra argument for the rule: gradients and functions of the model become those of the form."""
+        # A rule sees a whole form, so gradients that are missing only here are zero.
+        show = lambda grads: sight.show(_filled(sight.parts, self._gradients(sight.parts, grads)))
+        if name == "grad":
+            return show(value)
+        if not (callable(value) and (name in ("value_fn", "obj_fn", "grad_fn") or jtu.all_leaves([value]))):
+            return value
+        complex_slots = sight.parts.index.complex_slots
+        if complex_slots and name != "grad_fn":
+            path = sight.parts.layout.slots[complex_slots[0]].path
+            raise TypeError(f"no line search descends along complex parameters: make two real parameters of {path!r}")
+
+        @functools.wraps(value)  # Optax looks at the names of its arguments
+        def of_what_is_shown(shown: PyTree, *args: Any, **kwargs: Any) -> Any:
+            result = value(sight.model(shown), *args, **kwargs)
+            return show(result) if name == "grad_fn" else result
+
+        return of_what_is_shown
 
 
-def _searched(state: TrainableState) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the value, and the gradient of each slot, that a line search has left in a state."""
-    nodes = jtu.tree_flatten_with_path(state.runs[0], is_leaf=_has_searched)[0]
-    found = [(path, node) for path, node in nodes if _has_searched(node)]
-    if len(found) != 1:
-        raise ValueError(
-            f"expected one line search that keeps value and gradient in the state, found {len(found)}: use "
-            "optax.lbfgs() or optax.scale_by_backtracking_linesearch(..., store_grad=True), or write tp.value_and_grad"
-        )
-    ((path, node),) = found
-    place = (key_entries((*path, jtu.GetAttrKey("grad"))), ())
-    copies = History(state.layout, state.runs[0], state.roles.divisions[0]).copies
-    slots = state.layout.slots
-    pieces = [copies.piece(place, slot.path).alone() for slot in slots]
-    return node.value, [piece.astype(slot.dtype) for piece, slot in zip(pieces, slots, strict=True)]
+def _filled(parts: Parts[Any], gradients: Sequence[Any]) -> list[Any]:
+    """Returns the gradients, with zeros for those that are missing."""
+    pairs = zip(parts.slots, gradients, strict=True)
+    return [jnp.zeros_like(leaf) if given is None else given for leaf, given in pairs]
 
 
-def _has_searched(node: object) -> bool:
-    has_both = {"value", "grad"} <= set(getattr(node, "_fields", ()))
-    return has_both and getattr(node, "grad") is not None and jnp.ndim(getattr(node, "value")) == 0  # noqa: B009
+def _asked(init: Callable[[PyTree], PyTree], form: Form, made: PyTree = None) -> tuple[PyTree, Division]:
+    """Returns a fresh state of a form, as shapes, and the parameters of each of its arrays.
 
-
-def eval_params(f: Callable[[Any, Any], Any], state: PyTree, model: M) -> M:
-    """Returns the model with the parameters that an Optax function computes from the state and the parameters.
-
-    >>> import equinox as eqx, jax, optax
-    >>> from treeparams import optim
-    >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-    >>> tx = optim.trainable(optax.contrib.schedule_free_sgd(0.1), "!layers.0", form="vector")
-    >>> evaluated = optim.eval_params(optax.contrib.schedule_free_eval_params, tx.init(mlp), mlp)
-    >>> evaluated.layers[0].weight is mlp.layers[0].weight, evaluated.layers[1].weight.shape
-    (True, (1, 4))
-
-    Args:
-        f: called with the state of the inner optimiser, `state.runs[0]`, and the parameters in the form that this state
-            has: a canonical tree, a vector, stacks. If the optimiser is a chain, pick one of its states: `lambda state,
-            params: optax.contrib.schedule_free_eval_params(state[1], params)`. If parameters have taken different
-            numbers of steps, as after `optim.set_trainable`, there is a state for each history, and `f` is called with
-            each. If the optimiser is `optim.per_leaf(tx)`, `f` is called with the state of `tx`, and the parameter, of
-            each row, by `jax.vmap`.
-        state: the state of `optim.trainable`, or of a chain or wrapper around it.
-        model: the model that was trained.
-
-    Returns:
-        The model. A tied parameter has its new value at all places; everything that is not trained is unchanged.
-
-    Raises:
-        ValueError: the state is not that of one transformation over models; it is in the stacks of `optim.groups`; the
-            model does not fit it; `f` returns other shapes.
+    `made` is such a state that exists already.
     """
-    ours = model_state(state)
-    parts = take_apart(model, ours.layout)
-    values = list(parts.slots)
-    for run, positions, division in zip(ours.runs, ours.roles.running, ours.roles.divisions, strict=False):
-        form = _form_of(trained_at(ours.layout, positions), division)
-        slots = [parts.index.by_leaf[position] for position in positions]
-        made = form.read(_applied(f, run, form.holding([values[slot] for slot in slots])))
-        for slot, value in zip(slots, made, strict=True):
-            values[slot] = values[slot] if value is None else value
-    return parts.model(values)
-
-
-def _applied(f: Callable[[Any, Any], Any], run: PyTree, shown: PyTree) -> PyTree:
-    """Returns the result of `f`; of a rule over rows, called with the state and the parameter of each row."""
-    if not isinstance(run, PerLeafState):
-        return f(run, shown)
-    stacks, treedef = jtu.tree_flatten(shown)
-    return treedef.unflatten(list(map(jax.vmap(f), treedef.flatten_up_to(run.states), stacks)))
-
-
-def _form_of(layout: Layout, division: Division) -> Form:
-    """Returns the form of the parameters that a state holds copies of."""
-    owned = {(each.paths, each.axis is None) for each in division.owners if each is not None}
-    for make in (tree_of, vector_of, stacks_of):
-        form = make(layout)
-        blocks = zip(form.members, form.blocks, strict=True)
-        known = {(tuple([form.paths[slot] for slot in slots]), block.length is None) for slots, block in blocks}
-        if owned <= known:
-            return form
-    raise ValueError("the state is in stacks of groups, which eval_params cannot pass to the function; call it by hand")
+    if made is None:
+        state = jax.eval_shape(init, form.shapes())
+    else:
+        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
+    return state, divide(init, form, state)

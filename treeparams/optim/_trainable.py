@@ -1,65 +1,31 @@
-"""trainable: the boundary between models and Optax, and the form in which a rule sees the parameters.
+"""trainable, apply_updates: Optax over whole models. value_and_grad_from_state, eval_params: results from a state."""
 
-A rule of Optax sees the parameters that have a gradient in one form: the canonical tree, one vector, or stacks. Its
-state holds copies of that form (see `_forms.states`), divided once, when the state is made.
-"""
-
-import contextlib
-import dataclasses
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from .._forms.form import Form, stacks_in_groups, stacks_of, tree_of, vector_of, vectors_of
-from .._forms.states import Division, Entries
-from .._slots.accidents import warn_of_parted_ties
-from .._slots.index import warn_of_nothing
-from .._slots.layout import Layout, Trainable, index_of, trained_at
-from .._slots.match import slot_gradients
-from .._slots.parts import Parts, kept_arrays, take_apart
+from .._forms.form import Form, stacks_of, tree_of, vector_of
+from .._forms.states import Division
+from .._grad import value_and_grad
+from .._slots.layout import Layout, Trainable, look_up, trained_at
+from .._slots.match import per_slot
+from .._slots.parts import take_apart
 from .._tree.paths import nearest
-from .._tree.text import describe, first_few, warn
+from .._tree.structure import structure_of
 from .._tree.types import PyTree
-from ._boundary import check_model, check_run, check_ties, counted, counting, taken_apart, zeros_filled
-from ._coupling import compared
-from ._groups import GroupsState, check_groups, groups_in
-from ._master import MasterState
-from ._per_leaf import check_rows
-from ._scaled import ScaledState, check_names, spread, told
-from ._separability import Known, check_form, couples_late, few_alike
-from ._state import (
-    ONE,
-    History,
-    ModelTransformation,
-    Plain,
-    Roles,
-    TrainableState,
-    asked,
-    extended,
-    in_own_buffers,
-    nodes_of,
-    noticed,
-    of_run,
-    regrouped,
-    settled,
-    steady,
-)
-from ._waiting import Sight, Waiting, flags_of
+from ._per_leaf import PerLeafState
+from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, model_state
+from ._step import Rule, moved
 
+M = TypeVar("M")
 FormName = Literal["tree", "vector", "stacks"]
-INSTEAD = {
-    "tree": "use plain Optax",
-    "vector": 'use form="tree"',
-    "stacks": "put an optimiser that looks at single leaves inside optim.per_leaf: "
-    "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.contrib.muon(1e-3)))",
-}
-"""The forms, and what to write for a rule that is not right over one."""
+_FORMS = ("tree", "vector", "stacks")
+_OTHER_WORDS = {"flat": "vector", "ravel": "vector", "stacked": "stacks", "stack": "stacks", "partition": "tree"}
 
 
 def trainable(
@@ -176,380 +142,175 @@ def trainable(
             fit the state; some rows wait, and `tx` keeps state outside of `optim.per_leaf`; a `where` of `active`
             selects nothing, or only parameters that earlier entries select; as `tp.project`.
     """
-    rule = Rule(tx, trainable, form, missing, trial)
-    return ModelTransformation(rule.init, rule.update)
+    if form not in _FORMS:
+        right = f"; write form={_OTHER_WORDS[form]!r}" if form in _OTHER_WORDS else nearest(str(form), _FORMS)
+        raise ValueError(f'form must be "tree", "vector" or "stacks", got {form!r}{right}')
+    if missing not in (None, "zeros"):
+        raise ValueError(f'missing must be None or "zeros", got {missing!r}')
+    if isinstance(tx, ModelTransformation):
+        raise ValueError(ONE)
+    rule = Rule(extended(tx), trainable, form, missing, trial or {})
+    return cast(Any, ModelTransformation)(rule.init, rule.update)
 
 
-_OTHER_WORDS = {"flat": "vector", "ravel": "vector", "stacked": "stacks", "stack": "stacks", "partition": "tree"}
+def apply_updates(model: M, updates: PyTree) -> M:
+    """Adds the updates to the parameters of a model, each in its own dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import optim
+    >>> shared = jnp.array([1.0, 2.0], jnp.bfloat16)
+    >>> updates = {"a": jnp.ones(2), "b": jnp.ones(2), "n": None}
+    >>> model = optim.apply_updates({"a": shared, "b": shared, "n": 3}, updates)
+    >>> model["a"].dtype, model["a"] is model["b"], model["n"]
+    (dtype(bfloat16), True, 3)
+
+    The arrays at the paths of a tie stay equal inside `jax.jit` too, since the updates are at all of them. (So you may
+    use `eqx.apply_updates` as well; it adds as JAX promotes dtypes.) With `optim.master` use `optim.step`, which sees
+    the copies.
+
+    Args:
+        model: any pytree.
+        updates: the updates that `tx.update` returned; `None` or nothing at a path is no step.
+
+    Returns:
+        The model; a leaf without an update is the same object. Outside of a trace all paths of a tie have the same
+        array, if the model has the tie or its class declares it; `optim.step` also keeps ties that you gave to a
+        layout.
+
+    Raises:
+        ValueError: an update at a path that the model does not have, or of another shape.
+        TypeError: a complex update of a real parameter.
+    """
+    # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
+    layout, index = look_up(structure_of(model)[2], None)
+    parts = take_apart(model, trained_at(layout, index.distinct))
+    return moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True))
 
 
-class Rule:
-    """An Optax transformation, the form in which it sees a model, and the parameters that it trains.
+def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.Array, PyTree]]:
+    """Makes `tp.value_and_grad(f)` reuse the value and gradient that a line search has left in the state.
 
-    A form without a name here is a function that makes it from a layout.
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> model = {"w": jnp.array([1.0, 2.0]), "steps": 3, "activation": jnp.tanh}
+    >>> loss = lambda model: jnp.sum(model["w"] ** 2)
+    >>> tx = optim.trainable(
+    ...     optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9, store_grad=True))
+    ... )
+    >>> state, value_and_grad = tx.init(model), optim.value_and_grad_from_state(loss)
+    >>> for _ in range(2):
+    ...     value, grads = value_and_grad(model, state=state)
+    ...     model, state = optim.step(tx, grads, state, model, value=value, grad=grads, value_fn=loss)
+    >>> round(float(value), 3), model["steps"], model["activation"] is jnp.tanh
+    (1.8, 3, True)
+
+    It is `optax.value_and_grad_from_state` for models that contain frozen parts, ties, functions and integers. A line
+    search ends with the loss and its gradient at the point where the next step begins, so each step evaluates the loss
+    once less. The model and the further arguments must be those that the search has seen: if each step has another
+    batch, write `tp.value_and_grad`. The function calls `f` if the state holds no finite value, as before the first
+    step, and if parameters have taken different numbers of steps, as after `optim.set_trainable`.
+
+    Args:
+        f: the loss, a function of the model and further arguments, as you pass it to the line search as `value_fn`.
+
+    Returns:
+        A function of the same arguments and `state=`, the state of `optim.trainable`. It returns
+        the value, in the dtype that the state has it in, and the canonical gradient.
+
+    Raises:
+        ValueError: when called: no line search in the state keeps value and gradient, or several do; the state is not
+            that of one transformation over models; as `tp.value_and_grad`.
+        TypeError: when called: as `tp.value_and_grad`.
     """
 
-    def __init__(
-        self,
-        tx: Plain,
-        trainable: Trainable,
-        form: FormName | Callable[[Layout], Form],
-        missing: Literal["zeros"] | None = None,
-        trial: Mapping[str, Any] | None = None,
-    ) -> None:
-        if not (form in INSTEAD or callable(form)):
-            right = f"; write form={_OTHER_WORDS[form]!r}" if form in _OTHER_WORDS else nearest(str(form), [*INSTEAD])
-            raise ValueError(f'form must be "tree", "vector" or "stacks", got {form!r}{right}')
-        if missing not in (None, "zeros"):
-            raise ValueError(f'missing must be None or "zeros", got {missing!r}')
-        if isinstance(tx, ModelTransformation):
-            raise ValueError(ONE)
-        self.tx = extended(tx)
-        self.form = form
-        self.trainable = trainable
-        self.missing = missing
-        self._trial = dict(trial or {})
-        self._right_for: Known = frozenset()
-        self._own: Division | None = None  # the last one that was found to be of this rule
-        self._warned: set[int] = set()  # of layouts, by hash
+    @functools.wraps(f)
+    def of_state(model: Any, /, *args: Any, state: PyTree, **kwargs: Any) -> tuple[Any, PyTree]:
+        ours = model_state(state)
+        compute = functools.partial(value_and_grad(f, ours.layout), model, *args, **kwargs)
+        if len(ours.runs) != 1:
+            return compute()
+        value, slots = _searched(ours)
+        kept = value, take_apart(model, ours.layout).canonical(slots)
 
-    def __repr__(self) -> str:
-        # Rules of Optax have no names, but the name of their `init` contains the function that made them.
-        inner = getattr(self.tx.init, "__qualname__", type(self.tx).__name__).partition(".")[0]
-        form = None if self.form == "tree" else self.form
-        options = {"trainable": self.trainable, "form": form, "missing": self.missing}
-        said = [inner, *(f"{name}={value!r}" for name, value in options.items() if value is not None)]
-        return f"optim.trainable({', '.join(said)})"
+        def computed() -> tuple[Any, PyTree]:
+            found, grads = compute()
+            return jax.lax.convert_element_type(found, value.dtype), grads
 
-    # -- Forms
+        if isinstance(value, Tracer):
+            return jax.lax.cond(jnp.isfinite(value), lambda: kept, computed)
+        return kept if bool(jnp.isfinite(value)) else computed()
 
-    def form_of(self, layout: Layout) -> Form:
-        """Returns the form in which the rule sees the parameters of a layout."""
-        if self.form == "tree":
-            return tree_of(layout)
-        if callable(self.form):
-            return self.form(layout)
-        make = self._vector_of if self.form == "vector" else self._stacks_of
-        return self._remembered(layout, "form", functools.partial(make, layout))
-
-    def _remembered(self, layout: Layout, name: str, make: Callable[[], Any]) -> Any:
-        """Returns the value that the rule has computed for a layout, kept as long as both live."""
-        index = index_of(layout)
-        # With the structure, and not with the rule, which may live longer: models may hold functions, and these arrays.
-        # Layouts that are equal share it, such as those before a parameter froze and after it thawed.
-        rules = index.structure.remember(("of rules", index.trained, index.ties), weakref.WeakKeyDictionary)
-        known = rules.setdefault(self, {})
-        if name not in known:
-            known[name] = make()
-        return known[name]
-
-    def _vector_of(self, layout: Layout) -> Form:
-        # One vector of several dtypes has the widest of them, which would hide narrow parameters from `optim.master`.
-        form, by_dtype = vector_of(layout), vectors_of(layout)
-        return by_dtype if by_dtype != form and self._has(MasterState, form.shapes()) else form
-
-    def _stacks_of(self, layout: Layout) -> Form:
-        has_any = layout.slots and self._has(GroupsState, {}) is not False
-        groups = self._groups_of(layout) if has_any else None
-        return stacks_of(layout) if groups is None else stacks_in_groups(layout, groups)
-
-    def _has(self, kind: type, shown: PyTree) -> bool | None:
-        """Returns whether a state of the rule has a node of this class; `None` if `init` fails, which will say why."""
-        with contextlib.suppress(Exception):
-            return bool(nodes_of(kind, jax.eval_shape(self.tx.init, shown)))
-        return None
-
-    def _groups_of(self, layout: Layout) -> dict[str, list[int]] | None:
-        """Returns the slots of each group of `optim.groups`; `None` if the rule has none."""
-        tree = tree_of(layout)
-        shown = compared(tree.treedef, tree.keys, jtu.tree_leaves(tree.shapes()))  # in which `per_leaf` looks at none
-        try:
-            nodes = nodes_of(GroupsState, jax.eval_shape(self.tx.init, shown))
-        except Exception:
-            if self._has(GroupsState, {}):
-                raise
-            return None  # its mask is for stacks
-        if not nodes:
-            return None
-        check_groups(nodes, index_of(layout))
-        divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
-        if any(each != divisions[0] for each in divisions) or any(list(groups_in(node.inner_states)) for node in nodes):
-            raise ValueError(
-                'form="stacks" makes stacks for one optim.groups, but there are several, or groups within groups: give '
-                'each group its own chain, or use form="tree"'
-            )
-        numbers = {slot.path: i for i, slot in enumerate(layout.slots)}
-        return {name: [numbers[path] for path in paths] for name, paths in divisions[0].items()}
-
-    # -- States
-
-    def init(self, params: PyTree) -> TrainableState:
-        """Returns a fresh state."""
-        check_model(params)
-        parts = take_apart(params, self.trainable)
-        if not isinstance(self.trainable, Layout):
-            warn_of_parted_ties(parts.index, jtu.tree_leaves(params))
-        check_ties(params, parts)
-        return self.start(parts)
-
-    def start(self, parts: Parts[Any]) -> TrainableState:
-        """Returns a fresh state of the trained parameters."""
-        positions = parts.index.positions
-        if not positions:
-            warn_of_nothing(parts.index)
-            return TrainableState((), (), (), Roles(parts.layout, (), (), ()))
-        self.check(parts.layout)
-        run = self.fresh(parts)
-        check_names(run, parts.index)
-        roles = Roles(parts.layout, (positions,), (), (self.like(parts.layout, run).division,))
-        state = counting(TrainableState((run,), (), (jnp.zeros((), jnp.int32),), roles))
-        return in_own_buffers(state, [*parts.slots, *kept_arrays(parts.rest).values()])
-
-    def check(self, layout: Layout) -> None:
-        """Checks that the inner rule is right over the form of these parameters."""
-        if self.form == "tree":
-            return
-        words = f'form="{self.form}"', INSTEAD.get(str(self.form), INSTEAD["vector"])
-        self._right_for = check_form(self.tx, layout, self.form_of(layout), words, self._trial, self._right_for)
-
-    def fresh(self, parts: Parts[Any]) -> PyTree:
-        """Returns a fresh state of the inner rule."""
-        form = self.form_of(parts.layout)
-        run = self.tx.init(form.holding(parts.slots))
-        check_run(run, parts)
-        check_rows(run, form)
-        return settled(run)
-
-    def like(self, layout: Layout, made: PyTree = None) -> History:
-        """Returns a fresh history of some parameters, as shapes; `made` is a fresh state that exists already."""
-        ask = lambda: asked(self.tx.init, self.form_of(layout), made)
-        return History(layout, *self._remembered(layout, "state", ask), begin=functools.partial(self.begun, layout))
-
-    def begun(self, layout: Layout) -> PyTree:
-        """Returns a fresh state for some parameters, made from zeros."""
-        shapes = self.form_of(layout).shapes()
-        return settled(self.tx.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)))
-
-    def histories(self, state: Any) -> list[History]:
-        """Returns all histories of a state, which must be one of this rule: those that run, then those that wait."""
-        if not isinstance(state, TrainableState):
-            raise TypeError(
-                f"expected the state that tx.init(model) or the last update returned, got {describe(state)}; the order "
-                "is tx.update(grads, state, model)"
-            )
-        roles, at = state.roles, (*state.roles.running, *state.roles.held)
-        layouts = [roles.layout] if len(at) == 1 and roles.running else [trained_at(roles.layout, each) for each in at]
-        found = list(map(History, layouts, (*state.runs, *state.held), roles.divisions, state.counts))
-        if found and found[0].division is not self._own:
-            if not _are_of_one_rule(self.like(found[0].layout).division, found[0].division, len(found) == 1):
-                raise ValueError(
-                    "the state was made by another transformation than this one; pass the one whose init made it"
-                )
-            self._own = found[0].division
-        return found
-
-    def check_together(self, layout: Layout) -> None:
-        """Refuses several histories of a rule that couples parameters after it has used their step counts."""
-        if self._remembered(layout, "couples late", functools.partial(self._couples_late, layout)):
-            raise ValueError(
-                "parameters have taken different numbers of steps, and the transformation computes something of all of "
-                "them, such as a norm, from what it has made of each with its own count. Put that first in the chain, "
-                "optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-3)), or begin anew, "
-                "optim.set_trainable(..., reset=True)"
-            )
-
-    def _couples_late(self, layout: Layout) -> bool:
-        positions = index_of(layout).positions
-        layout = trained_at(layout, [positions[slot] for slot in few_alike(layout)])
-        form = tree_of(layout)
-        if self.form == "stacks":
-            form = stacks_in_groups(layout, self._groups_of(layout) or {None: range(len(layout.slots))}, is_apart=True)
-        return couples_late(self.tx, form, History(layout, *asked(self.tx.init, form)), self._trial)
-
-    # -- Steps
-
-    def update(
-        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, TrainableState]:
-        """Takes one step: returns the updates at all places, and the next state."""
-        if params is None:
-            raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
-        parts, steps, after = self.step(updates, state, params, extra)
-        tree = parts.everywhere(steps)
-        return tree if self.missing is None else zeros_filled(params, tree), after
-
-    def step(
-        self, grads: PyTree, state: Any, model: PyTree, extra: dict[str, Any]
-    ) -> tuple[Parts[Any], list[Any], TrainableState]:
-        """Takes one step: returns the model's parts, the step of each slot, and the next state."""
-        running = self.histories(state)[: len(state.runs)]
-        if grads is model:
-            raise TypeError("the gradients are the model itself; write grads = tp.grad(loss)(model)")
-        parts = taken_apart(model, state, grads)
-        gradients = self._gradients(parts, grads)
-        absent = [slot for slot, given in enumerate(gradients) if given is None]
-        if absent:
-            self._warn_of_no_gradient(parts, running, absent)
-        sight, gradients = self._sight(parts, gradients, absent, extra)
-        is_scaled = bool(running and nodes_of(ScaledState, running[0].state))
-        update = self._update(sight, gradients, extra, is_scaled)
-        steps, runs, counts = self._steps(sight, update, running)
-        seen, still = state.seen, state.still
-        if not isinstance(still, tuple):
-            state = state if seen & (seen - 1) else noticed(state)  # after 0, 1, 2, 4, 8 ...
-            still = counted(parts, state, steps)
-        after = TrainableState(runs, state.held, (*counts, *state.counts[len(runs) :]), state.roles, still)
-        object.__setattr__(after, "seen", seen + 1)
-        return parts, steps, after
-
-    def _steps(
-        self, sight: Sight, update: Callable[[PyTree], Any], histories: Sequence[History]
-    ) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the step of each slot, and the next state and count of each history."""
-        if len(histories) == 1 and sight.is_whole:  # all that trains, and most often all there is
-            (history,) = histories
-            moves = sight.moves(history) if isinstance(sight, Waiting) else True
-            if moves is False:
-                return [None] * len(sight.parts.slots), (history.state,), (history.count,)
-            steps, run = sight.step(update, history.division, history.state, self.tx.init)
-            return steps, (run,), (history.count + (1 if moves is True else moves.astype(jnp.int32)),)
-        steps: list[Any] = [None] * len(sight.parts.slots)
-        after, counts = [*histories], [history.count for history in histories]
-        shared = dict[Entries, Any]()
-        for number, made, state in self._of_several(sight, update, histories):
-            after[number] = dataclasses.replace(histories[number], state=state)
-            moves = sight.moves(histories[number])
-            counts[number] = counts[number] + (1 if moves is True else moves.astype(jnp.int32))
-            for slot in sight.slots_of(histories[number]):
-                steps[slot] = made[slot]
-            if not shared and len(histories) > 1:  # the same in all histories, and those without a gradient follow
-                arrays, its = after[number].copies.arrays, of_run(histories)
-                shared = {entries: array for entries, array in arrays.items() if entries in its}
-        return steps, tuple([each.holding(shared).state for each in after]), tuple(counts)
-
-    def _of_several(
-        self, sight: Sight, update: Callable[[PyTree], Any], histories: Sequence[History]
-    ) -> Iterator[tuple[int, list[Any], PyTree]]:
-        """Yields, for each history that moves, its number, its steps of all slots, and its next state.
-
-        A rule may couple leaves, by a global norm or a line search. So each history runs over all leaves that have a
-        gradient, and only its own leaves are kept of the result; XLA computes nothing for the rest. That is right as
-        long as coupled values do not depend on step counts, which `check_together` has seen to.
-        """
-        if len(histories) > 1:
-            self.check_together(sight.parts.layout)
-        moving = [number for number, history in enumerate(histories) if sight.moves(history) is not False]
-        if isinstance(jnp.zeros(()), Tracer) and len(moving) > 1:  # within jit even constants are traced
-            update = jax.jit(update)  # so that the rule is traced once and not for each history
-        like = self.like(sight.layout)
-        for number in moving:
-            history = histories[number]
-            before = regrouped([history, *histories[:number], *histories[number + 1 :]], like)
-            steps, after = sight.step(update, like.division, before, self.tx.init)
-            mine = regrouped([dataclasses.replace(like, state=after), history], history)
-            yield number, steps, steady(mine, history.state)
-
-    def _sight(
-        self, parts: Parts[Any], gradients: list[Any], absent: list[int], extra: dict[str, Any]
-    ) -> tuple[Sight, list[Any]]:
-        """Returns the parameters that the rule sees, and the gradients that it sees."""
-        if self.form != "stacks" and "active" in extra:
-            raise TypeError(
-                'active= selects the rows of stacks that move: write optim.trainable(tx, form="stacks") for this one'
-            )
-        active = extra.pop("active", None)
-        layout, slots = parts.layout, [*range(len(gradients))]
-        if absent and self.form == "tree":
-            slots = [slot for slot in slots if gradients[slot] is not None]
-            layout = trained_at(layout, [parts.index.positions[slot] for slot in slots])
-            return Sight(parts, layout, tree_of(layout), slots, is_whole=False), gradients
-        form = self.form_of(layout)
-        if self.form == "stacks" and (absent or active is not None):
-            flags = flags_of(layout, absent, {} if active is None else active)
-            if any(flag is not True for flag in flags):
-                return Waiting(parts, layout, form, slots, True, flags, frozenset(absent)), _filled(parts, gradients)
-        return Sight(parts, layout, form, slots, is_whole=True), _filled(parts, gradients) if absent else gradients
-
-    def _update(
-        self, sight: Sight, gradients: list[Any], extra: dict[str, Any], is_scaled: bool
-    ) -> Callable[[PyTree], Any]:
-        """Returns the update of the rule, a function of its state."""
-        further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
-        shown, params = sight.show(gradients), sight.show(sight.parts.slots)
-        if not is_scaled:
-            return lambda before: self.tx.update(shown, before, params, **further)
-        by_parameter = functools.partial(spread, sight.parts.index, sight.layout, sight.form)
-
-        def update(before: PyTree) -> tuple[PyTree, PyTree]:
-            made, after = self.tx.update(shown, told(before, by_parameter), params, **further)
-            return made, told(after, None)
-
-        return update
-
-    def _warn_of_no_gradient(self, parts: Parts[Any], histories: Sequence[History], absent: Sequence[int]) -> None:
-        """Warns, once, of a history that has not taken a step yet."""
-        without = {parts.index.positions[slot] for slot in absent}
-        for history in histories:
-            first_time = not isinstance(history.count, Tracer) and not int(history.count)
-            is_known = hash(history.layout) in self._warned
-            if first_time and not is_known and without.issuperset(index_of(history.layout).positions):
-                self._warned.add(hash(history.layout))
-                message = "take gradients by the layout in the state, tp.grad(loss, state.layout)"
-                warn(f"no gradient so far for {first_few(history.layout.paths)}, which the state trains: {message}")
-
-    # -- Arguments
-
-    def _gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
-        """Returns one gradient per slot as Optax's rules expect them; `None` if there is none."""
-        if grads is None or isinstance(grads, (bool, int)):
-            raise TypeError(f"expected a tree of gradients, as tp.grad(loss)(model) returns it, got {describe(grads)}")
-        index = parts.index
-        gradients = slot_gradients(index, grads, None, wide=True)
-        for slot in index.complex_slots:
-            # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
-            if gradients[slot] is not None:
-                gradients[slot] = jnp.conj(gradients[slot])
-        return gradients
-
-    def _argument(self, sight: Sight, name: str, value: Any) -> Any:
-        """Converts an extra argument for the rule: gradients and functions of the model become those of the form."""
-        if name == "grad":
-            return self._show_gradients(sight, value)
-        if not (callable(value) and (name in ("value_fn", "obj_fn", "grad_fn") or jtu.all_leaves([value]))):
-            return value
-        complex_slots = sight.parts.index.complex_slots
-        if complex_slots and name != "grad_fn":
-            slot = sight.parts.layout.slots[complex_slots[0]]
-            raise TypeError(
-                "Optax transformations that differentiate a loss themselves, such as line searches, do not descend "
-                f"along complex parameters, and {slot.path!r} is {slot.dtype}; keep its real and imaginary parts as "
-                "two real parameters"
-            )
-
-        @functools.wraps(value)  # Optax looks at the names of its arguments
-        def of_what_is_shown(shown: PyTree, *args: Any, **kwargs: Any) -> Any:
-            result = value(sight.model(shown), *args, **kwargs)
-            return self._show_gradients(sight, result) if name == "grad_fn" else result
-
-        return of_what_is_shown
-
-    def _show_gradients(self, sight: Sight, grads: PyTree) -> PyTree:
-        """Converts gradients among the extra arguments to the form."""
-        # A rule sees a whole form, so gradients that are missing only here are zero.
-        return sight.show(_filled(sight.parts, self._gradients(sight.parts, grads)))
+    return of_state
 
 
-def _filled(parts: Parts[Any], gradients: Sequence[Any]) -> list[Any]:
-    """Returns the gradients, with zeros for those that are missing."""
-    pairs = zip(parts.slots, gradients, strict=True)
-    return [jnp.zeros_like(leaf) if given is None else given for leaf, given in pairs]
+def _searched(state: TrainableState) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns the value, and the gradient of each slot, that a line search has left in a state."""
+    found = [node for node in jax.tree.leaves(state.runs[0], is_leaf=_has_searched) if _has_searched(node)]
+    if len(found) != 1:
+        raise ValueError(f"expected one line search with value and gradient, found {len(found)}: use optax.lbfgs()")
+    return found[0].value, _form_of(state.layout, state.roles.divisions[0]).read(found[0].grad)
 
 
-def _are_of_one_rule(like: Division, division: Division, is_one: bool) -> bool:
-    """Returns whether two states have the same arrays of the same parameters.
+def _has_searched(node: object) -> bool:
+    has_both = {"value", "grad"} <= set(getattr(node, "_fields", ()))
+    return has_both and getattr(node, "grad") is not None and jnp.ndim(getattr(node, "value")) == 0  # noqa: B009
 
-    If there are several histories, `saving.plan` makes those of some parameters without asking the rule. Then only the
-    arrays that belong to parameters must be the same.
+
+def eval_params(f: Callable[[Any, Any], Any], state: PyTree, model: M) -> M:
+    """Returns the model with the parameters that an Optax function computes from the state and the parameters.
+
+    >>> import equinox as eqx, jax, optax
+    >>> from treeparams import optim
+    >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    >>> tx = optim.trainable(optax.contrib.schedule_free_sgd(0.1), "!layers.0", form="vector")
+    >>> evaluated = optim.eval_params(optax.contrib.schedule_free_eval_params, tx.init(mlp), mlp)
+    >>> evaluated.layers[0].weight is mlp.layers[0].weight, evaluated.layers[1].weight.shape
+    (True, (1, 4))
+
+    Args:
+        f: called with the state of the inner optimiser, `state.runs[0]`, and the parameters in the form that this state
+            has: a canonical tree, a vector, stacks. If the optimiser is a chain, pick one of its states: `lambda state,
+            params: optax.contrib.schedule_free_eval_params(state[1], params)`. If parameters have taken different
+            numbers of steps, as after `optim.set_trainable`, there is a state for each history, and `f` is called with
+            each. If the optimiser is `optim.per_leaf(tx)`, `f` is called with the state of `tx`, and the parameter, of
+            each row, by `jax.vmap`.
+        state: the state of `optim.trainable`, or of a chain or wrapper around it.
+        model: the model that was trained.
+
+    Returns:
+        The model. A tied parameter has its new value at all places; everything that is not trained is unchanged.
+
+    Raises:
+        ValueError: the state is not that of one transformation over models; it is in the stacks of `optim.groups`; the
+            model does not fit it; `f` returns other shapes.
     """
-    of_each = lambda it: [(owners.paths, owners.place) for owners in it.owners if owners is not None]
-    return like is division or like == division or (not is_one and of_each(like) == of_each(division))
+    ours = model_state(state)
+    parts = take_apart(model, ours.layout)
+    values = list(parts.slots)
+    for run, positions, division in zip(ours.runs, ours.roles.running, ours.roles.divisions, strict=False):
+        form = _form_of(trained_at(ours.layout, positions), division)
+        slots = [parts.index.by_leaf[position] for position in positions]
+        made = form.read(_applied(f, run, form.holding([values[slot] for slot in slots])))
+        for slot, value in zip(slots, made, strict=True):
+            values[slot] = values[slot] if value is None else value
+    return parts.model(values)
+
+
+def _applied(f: Callable[[Any, Any], Any], run: PyTree, shown: PyTree) -> PyTree:
+    """Returns the result of `f`; of a rule over rows, called with the state and the parameter of each row."""
+    if not isinstance(run, PerLeafState):
+        return f(run, shown)
+    stacks, treedef = jtu.tree_flatten(shown)
+    return treedef.unflatten(list(map(jax.vmap(f), treedef.flatten_up_to(run.states), stacks)))
+
+
+def _form_of(layout: Layout, division: Division) -> Form:
+    """Returns the form of the parameters that a state holds copies of."""
+    owned = {(each.paths, each.axis is None) for each in division.owners if each is not None}
+    for make in (tree_of, vector_of, stacks_of):
+        form = make(layout)
+        blocks = zip(form.members, form.blocks, strict=True)
+        known = {(tuple([form.paths[slot] for slot in slots]), block.length is None) for slots, block in blocks}
+        if owned <= known:
+            return form
+    raise ValueError("the state is in stacks of groups, which no single function can read; call it by hand")

@@ -13,7 +13,7 @@ from .._files.names import Names, head_of, heads_of
 from .._slots.layout import Trainable
 from .._slots.ties import Alias
 from .._tree.paths import nearest
-from .._tree.text import Table, as_html, as_text, describe, quoted
+from .._tree.text import Printed, Table, describe, quoted
 from ..optim._state import TrainableState
 from ._contents import Contents
 from ._fit import Fit, compared, filled, fit, shown
@@ -25,7 +25,7 @@ from ._states import carried_average, carried_state
 M = TypeVar("M")
 
 
-class Plan(Generic[M]):
+class Plan(Printed, Generic[M]):
     r"""Which array goes where, by name, into a model; made by `saving.plan`. Prints as a table.
 
     Attributes:
@@ -158,12 +158,6 @@ class Plan(Generic[M]):
     @functools.cached_property
     def _movers(self) -> Movers:
         return Movers(self._contents, self._fit.comes, self._source, self._strict)
-
-    def __str__(self) -> str:
-        return as_text(self._blocks())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._blocks())
 
     def __repr__(self) -> str:
         counts = [(len(self.missing), "missing"), (len(self.unused), "unused"), (len(self.disagrees), "disagree")]

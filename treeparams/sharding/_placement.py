@@ -16,7 +16,6 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._forms.block import Block
 from .._forms.form import Form, stacks_of, tree_of, vector_of
 from .._forms.restructure import Restructure, halves_of, restructure_over
 from .._forms.states import divide
@@ -27,6 +26,7 @@ from .._tree.declare import holds_buffers
 from .._tree.text import Table, describe
 from .._tree.types import PyTree
 from ._specs import (
+    Asked,
     Axes,
     FormName,
     Matched,
@@ -35,13 +35,11 @@ from ._specs import (
     Rules,
     axes_named,
     check_rules,
-    checked_place,
     group_of,
     join_over,
     matches,
-    misfit_in_words,
+    places_of,
     put_leaf,
-    refuse,
     spec_of,
 )
 
@@ -101,17 +99,14 @@ class _Frozen:
         rules = {leaf: matched.get(index.sources.get(leaf, leaf), ("**", "whole")) for leaf in leaves}
         # An alias is the array of its source. With a transform it is a separate array that follows the same rule.
         apart = [leaf for leaf in leaves if leaf not in by_alias or by_alias[leaf].transforms]
-        self.rows = list[tuple[Any, Place]]()
         self._groups = {paths[leaf]: group_of(rule) for leaf, (_, rule) in rules.items()}
-        wrong = list[str]()
-        for leaf, slot in zip(apart, index.described(apart), strict=True):
-            where, rule = rules[leaf]
-            # No update reads a frozen row, so no device need own it: it is split if it can be.
-            problem, place = checked_place(slot.shape, rule, axes, 0 if name == "stacks" else None, name)
-            wrong += [misfit_in_words(slot, where, problem)] if problem else []
-            self.rows.append((slot, place))
-        refuse(wrong)
-        found = {leaf: place.spec for leaf, (_, place) in zip(apart, self.rows, strict=True)}
+        slots = index.described(apart)
+        # No update reads a frozen row, so no device need own it: it is split if it can be.
+        rows = 0 if name == "stacks" else None
+        asked = [(_who(slot), rules[leaf], slot.shape, rows) for leaf, slot in zip(apart, slots, strict=True)]
+        places = places_of(asked, axes, name)
+        self.rows = list(zip(slots, places, strict=True))
+        found = {leaf: place.spec for leaf, place in zip(apart, places, strict=True)}
         self._specs = {paths[leaf]: found[leaf if leaf in found else index.sources[leaf]] for leaf in leaves}
 
     def groups_of(self, rest: Rest[Any]) -> list[str]:
@@ -169,17 +164,20 @@ def _in_blocks(name: str, layout: Layout, matched: Sequence[Matched], axes: Axes
     rules = [rule for _, rule in matched]
     names = {each for rule in rules for each in (axes.split if rule == "split" else axes_named(rule))}
     form = MAKERS[name](layout, math.lcm(_ALIGNED, axes.along(sorted(names))))
-    specs, slots, wrong = list[PartitionSpec](), [Place()] * len(rules), list[str]()
+    asked = list[Asked]()
     for block, members in zip(form.blocks, form.members, strict=True):
         rule = _one_rule([(layout.slots[slot].path, rules[slot]) for slot in members])
-        problem, place = checked_place(block.shape, rule, axes, None, name)
-        specs.append(place.spec)
-        who = None if block.length is None else f"the {name} ({describe(block)})"
-        for slot in members:
-            slots[slot] = place
-            wrong += [misfit_in_words(layout.slots[slot], matched[slot][0], problem, who)] if problem else []
-    refuse(wrong)
-    return _Laid(form, specs, slots, (form, specs))
+        is_one = block.length is None
+        who = _who(layout.slots[members[0]]) if is_one else f"the {name} ({describe(block)})"
+        asked.append((who, (matched[members[0]][0] if members else "**", rule), block.shape, None))
+    places = places_of(asked, axes, name)
+    slots = {slot: place for place, members in zip(places, form.members, strict=True) for slot in members}
+    specs = [place.spec for place in places]
+    return _Laid(form, specs, [slots[i] for i in range(len(rules))], (form, specs))
+
+
+def _who(slot: Slot) -> str:
+    return f"{slot.path!r} ({describe(slot)})"
 
 
 def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
@@ -197,13 +195,9 @@ def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
 def _in_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
     keys = [slot.key for slot in layout.slots]
     owned = collections.Counter(key for key, (_, rule) in zip(keys, matched, strict=True) if rule == "owned")
-    found = [
-        checked_place(slot.shape, rule, axes, owned[slot.key], "stacks")
-        for slot, (_, rule) in zip(layout.slots, matched, strict=True)
-    ]
-    triples = zip(layout.slots, matched, found, strict=True)
-    refuse([misfit_in_words(slot, where, problem) for slot, (where, _), (problem, _) in triples if problem])
-    places = [place for _, place in found]
+    pairs = zip(layout.slots, matched, strict=True)
+    asked = [(_who(slot), rule, slot.shape, owned[slot.key]) for slot, rule in pairs]
+    places = places_of(asked, axes, "stacks")
     # One array lies in one way. So rows of one shape are one stack if they rest alike, whichever rules say so, and on
     # one device all do.
     of_key: dict[str, dict[str, list[int]]] = {}
@@ -215,18 +209,15 @@ def _in_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
         for key, parts in of_key.items()
         for words, rows in parts.items()
     }
-    members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
-    first = [layout.slots[rows[0]] for rows in members]
-    blocks = [Block.rows(slot.shape, slot.dtype, len(rows)) for slot, rows in zip(first, members, strict=True)]
-    form = Form(treedef, tuple(blocks), tuple(map(tuple, members)), layout.paths, "the stacks of the plan")
-    of_blocks = [max([places[slot] for slot in rows], key=lambda place: place.is_lent) for rows in members]
+    form = Form.of(tree, layout.slots, layout.paths, "the stacks of the plan")
+    of_blocks = [max([places[slot] for slot in rows], key=lambda place: place.is_lent) for rows in form.members]
     specs, in_update = ([place.of_stack(axes, which) for place in of_blocks] for which in (False, True))
     # Devices that own rows have equally many while the rule runs. The rows that are missing are zeros.
     longer = [
         dataclasses.replace(block, length=-(-len(block.shapes) // axes.devices) * axes.devices)
         if place.is_lent
         else block
-        for block, place in zip(blocks, of_blocks, strict=True)
+        for block, place in zip(form.blocks, of_blocks, strict=True)
     ]
     return _Laid(form, specs, places, (dataclasses.replace(form, blocks=tuple(longer)), in_update))
 
@@ -278,15 +269,9 @@ class Placement:
     # -- Trees
 
     @functools.cached_property
-    def stacked(self) -> list[bool]:
-        """Whether each block is a stack."""
-        return [self.name == "stacks"] * len(self.form.blocks)
-
-    @functools.cached_property
     def vectors(self) -> list[bool]:
         """Whether each block is a vector of several slots."""
-        pairs = zip(self.form.blocks, self.stacked, strict=True)
-        return [block.length is not None and not is_stack for block, is_stack in pairs]
+        return [block.length is not None and self.name != "stacks" for block in self.form.blocks]
 
     @property
     def in_files(self) -> Form:
@@ -301,19 +286,16 @@ class Placement:
         """Returns the parameters as `jax.ShapeDtypeStruct`s with their shardings."""
         return jax.tree.map(put_leaf, self.form.shapes(), self.params)
 
-    def made(self, make: Callable[[PyTree], PyTree]) -> PyTree:
+    def made(self, make: _Make) -> PyTree:
         """Returns the tree that `make` makes of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
-        start, treedef = jtu.tree_flatten(jax.eval_shape(make, self.form.shapes()))
-        entries = _entries_at(make, self.form, self.specs, treedef.unflatten(start))
-        shardings = [self.sharding(spec_of(each)) for each in entries]
-        return treedef.unflatten(list(map(put_leaf, start, shardings)))
+        start, specs = self.made_over(make, self.form, self.specs)
+        shapes, treedef = jtu.tree_flatten(start)
+        return treedef.unflatten(list(map(put_leaf, shapes, map(self.sharding, specs))))
 
-    def made_in_update(self, make: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
-        """Returns the tree that `make` makes of the parameters while the rule runs: its shapes and its specs."""
-        form, specs = self.in_update
+    def made_over(self, make: _Make, form: Form, specs: Sequence[PartitionSpec]) -> tuple[PyTree, list[PartitionSpec]]:
+        """Returns the shapes, and a spec for each, of what `make` makes of parameters in a form that lies so."""
         start = jax.eval_shape(make, form.shapes())
-        entries = _entries_at(make, form, specs, start)
-        return start, jtu.tree_unflatten(jtu.tree_structure(start), list(map(spec_of, entries)))
+        return start, [spec_of(each) for each in _entries_at(make, form, specs, start)]
 
     def laid(self, slots: Sequence[Any]) -> PyTree:
         """Returns the parameters from one array for each slot, in new buffers; from shapes, as shapes."""

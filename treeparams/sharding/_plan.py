@@ -20,12 +20,11 @@ from .._forms.states import divide
 from .._slots.accidents import keep_apart
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, put_together, take_apart
-from .._tree.text import as_html, as_text, describe, in_short, quoted
+from .._tree.text import Printed, describe, in_short, quoted
 from .._tree.types import PyTree
-from ..optim._master import MasterState, copies_in, landed
-from ..optim._scaled import ByParameter, spread, told
 from ..optim._state import ModelTransformation, extended, nodes_of, settled, steady
 from ..optim._step import added
+from ..optim._updates import ByParameter, MasterState, copies_in, landed, spread, told
 from ._placement import Placement
 from ._specs import AxisNames, FormName, Rules, axes_of, put_leaf
 
@@ -159,7 +158,7 @@ def check_step_state(placement: Placement, state: object) -> None:
         )
 
 
-class Plan:
+class Plan(Printed):
     """Where the parameters of a model lie on a mesh, and in which form; made by `sharding.plan`.
 
     A plan holds shapes and the frozen arrays of the model it was made from. It does not change.
@@ -324,10 +323,10 @@ class Plan:
         return self._placement.replicated
 
     def __repr__(self) -> str:
-        return as_text([*self._placement.blocks(), *self._notes])
+        return str(self)
 
-    def _repr_html_(self) -> str:
-        return as_html([*self._placement.blocks(), *self._notes])
+    def _blocks(self) -> list[Any]:
+        return [*self._placement.blocks(), *self._notes]
 
 
 Plan.__module__ = "treeparams.sharding"

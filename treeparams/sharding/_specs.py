@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._forms.block import Block, cast
 from .._forms.mesh import automatic, lay, mesh_within
-from .._slots.index import Index, Slot, first_entries
+from .._slots.index import Index, first_entries
 from .._slots.where import Where, name_of
 from .._tree.text import describe, first_lines, quoted
 
@@ -181,27 +181,23 @@ def matches(index: Index, rules: Rules, frozen: frozenset[int]) -> dict[int, Mat
     return {leaf: items[number] for leaf, number in found.items()}
 
 
-def misfit_in_words(slot: Slot, where: Where, problem: str, who: str | None = None) -> str:
-    """Returns a line about a parameter, or the array that it is in, that its rule does not fit."""
-    return f"{who or f'{slot.path!r} ({describe(slot)})'}, by {name_of(where)}: {problem}"
+Asked = tuple[str, Matched, tuple[int, ...], int | None]
+"""What an error calls an array that is to lie by a rule; the rule; its shape, or that of the row of a stack; and how
+many rows of its shape devices are to own (`None` if it is no row of a stack)."""
 
 
-def refuse(wrong: Sequence[str]) -> None:
-    """Raises an error with these lines about parameters that their rules do not fit, if there are any."""
+def places_of(asked: Sequence[Asked], axes: Axes, name: str) -> list[Place]:
+    """Returns the place of each array in a form of this name; raises an error that lists those that do not fit."""
+    found = [_place(shape, rule, axes, rows, name) for _, (_, rule), shape, rows in asked]
+    pairs = zip(asked, found, strict=True)
+    wrong = [f"{who}, by {name_of(where)}: {problem}" for (who, (where, _), *_), (problem, _) in pairs if problem]
     if wrong:
         raise ValueError(f"some parameters do not fit their rules:\n{first_lines(dict.fromkeys(wrong))}")
+    return [place for _, place in found]
 
 
-def checked_place(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, Place]:
-    """Returns the problem of a rule for an array, if there is one, and the place that it gives.
-
-    Args:
-        shape: the shape of the array, or of the row of a stack.
-        rule: the rule.
-        axes: the axes of the mesh.
-        rows: how many rows of its shape devices are to own; `None` if it is no row of a stack.
-        name: the form, as users call it.
-    """
+def _place(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, Place]:
+    """Returns the problem of a rule for an array, if there is one, and the place that it gives."""
     size, divided = math.prod(shape), first_divided(shape, axes.devices)
     split = Place() if divided is None else Place(PartitionSpec(*[None] * divided, axes.split_entry))
     if isinstance(rule, PartitionSpec):

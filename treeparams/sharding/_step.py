@@ -25,10 +25,9 @@ from .._slots.layout import index_of
 from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe, first_lines
 from .._tree.types import PyTree
+from ..optim._joined import check_form
 from ..optim._per_leaf import check_rows
-from ..optim._scaled import check_names
-from ..optim._separability import check_form
-from ..optim._trainable import INSTEAD
+from ..optim._updates import check_names
 from ._loss import Compute, ComputeDtype, Loss
 from ._placement import Placement, described
 from ._plan import Average, Plan, StepState, Update, check_step_state, placement_of, sharding_of
@@ -196,8 +195,7 @@ def make_step(
     compute = Compute.of(placement.layout, placement.form, compute_dtype)
     update = Update.of(tx, placement.layout, placement.in_update[0], average)
     pieces = count_of("microbatches", microbatches, "pieces")
-    instead = INSTEAD["stacks"] if any(placement.stacked) else 'use form="stacks" with optim.per_leaf, or form="tree"'
-    check_form(update.rule, placement.layout, placement.form, ("sharding.make_step", instead), {})
+    check_form(update.rule, placement.layout, placement.form, "sharding.make_step", {})
     kept = placement.made(update.start)
     check_names(kept[0], index_of(placement.layout))
     check_rows(kept[0], placement.form)
@@ -333,7 +331,9 @@ class Step:
             leaf = jnp.pad(leaf, missing) if any(map(any, missing)) else leaf
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
-        like, specs = placement.made_in_update(lambda params: (params, params, self._update.start(params)[0]))
+        kept = lambda params: (params, params, self._update.start(params)[0])
+        like, specs = placement.made_over(kept, *placement.in_update)
+        specs = jtu.tree_unflatten(jtu.tree_structure(like), specs)
         params, gradients, rule = jax.tree.map(lend, before, like, specs)
         after = self._update.step(params, gradients, rule, value)
         back = lambda leaf, own: leaf[tuple(map(slice, own.shape))]
