@@ -62,11 +62,11 @@ class Owners(NamedTuple):
         cls, paths: Sequence[str], place: Place, axis: int | None, shapes: Sequence[tuple[int, ...]], has_rows: bool
     ) -> "Owners":
         """Returns the parameters of these shapes, whose pieces are rows or follow one another flat."""
+        pieces = [jax.ShapeDtypeStruct(shape, _ANY) for shape in shapes]
         if axis is None:
             block = Block.single(shapes[0], _ANY)
         else:
-            arrays = [jax.ShapeDtypeStruct(shape, _ANY) for shape in shapes]
-            block = Block.rows(arrays) if has_rows else Block.vector(arrays, _ANY)
+            block = Block.rows(pieces) if has_rows else Block.vector(pieces, _ANY)
         return cls(tuple(paths), place, axis, block)
 
 
