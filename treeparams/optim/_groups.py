@@ -46,7 +46,7 @@ class Keys:
 contents[Keys] = lambda _: ()
 
 
-def entries_of(params: PyTree, wheres: Sequence[Where], *, is_whole: bool = False) -> dict[str, int]:
+def numbers_of(params: PyTree, wheres: Sequence[Where], *, is_whole: bool = False) -> dict[str, int]:
     """Returns the number of the entry that selects each parameter of a canonical tree; others are left out.
 
     If the tree is not a whole model, an entry may select nothing. It has nothing at aliases, so an entry that names one
@@ -200,7 +200,7 @@ class _Groups:
 
     def of_parameters(self, params: PyTree, paths: Sequence[str]) -> list[str]:
         """Returns the group of each parameter, the first that selects it."""
-        entries, names = entries_of(params, [*self.wheres.values()]), [*self.wheres]
+        entries, names = numbers_of(params, [*self.wheres.values()]), [*self.wheres]
         lost = [path for path in paths if path not in entries]
         if lost and len(self.rules) == len(self.wheres):  # no default
             raise ValueError(f"trained, but in no group: {quoted(lost, 5)}; write optim.groups({{...}}, default=...)")

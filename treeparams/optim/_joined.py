@@ -76,7 +76,7 @@ def check_form(
         else 'use form="stacks" with optim.per_leaf, or form="tree"'
     )
     try:
-        reason = _difference(rule, layout, form, extra)
+        reason = _reason_of(rule, layout, form, extra)
     except Exception as error:
         raise ValueError(
             f"{name} traces the transformation over leaves, apart and joined, and it fails there ({in_short(error)}); "
@@ -87,7 +87,7 @@ def check_form(
     known.add(seen)
 
 
-def _difference(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, Any]) -> str:
+def _reason_of(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, Any]) -> str:
     """Says how a rule differs over joined leaves; the empty text if it does not."""
     few = few_alike(layout)
     if not few:
@@ -96,7 +96,7 @@ def _difference(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, 
     # Labels for stacks may look for a shape among them, and are right. A rule that looks at leaves does so for others.
     for more in (0, 1) if form.is_stacks else (0,):
         leaves, ways = _ways(rule, small, few, form, more)
-        readers = [_Reader() for _ in ways]
+        readers = [_Numbers() for _ in ways]
         found = [_updates(reader, rule, way, leaves, extra) for reader, way in zip(readers, ways, strict=True)]
         differs = [path for path, one, other in zip(small.paths, *found, strict=True) if one != other]
         if not differs:
@@ -148,12 +148,12 @@ def few_alike(layout: Layout) -> list[int]:
     return sorted({i for slots in alike.values() for i in (slots[0], slots[-1])})
 
 
-def _updates(reader: "_Reader", rule: Extended, way: _Way, leaves: Sequence[Any], extra: Any) -> list[Any]:
+def _updates(reader: "_Numbers", rule: Extended, way: _Way, leaves: Sequence[Any], extra: Any) -> list[Any]:
     """Returns the numbers of each leaf's updates in some steps."""
     show, members = way
     like = _program(show, leaves)[1]
     init, state = _program(lambda params: settled(rule.init(params)), like)
-    update, _ = _program(functools.partial(_step, rule, extra), like, state, like, np.float32(0))
+    update, _ = _program(functools.partial(_stepped, rule, extra), like, state, like, np.float32(0))
     sizes = [math.prod(leaf.shape) for leaf in leaves]
 
     def argument(*key: Any) -> list[Value]:
@@ -190,16 +190,16 @@ def _program(f: Callable[..., PyTree], *args: PyTree) -> tuple[Any, PyTree]:
     return program, jtu.tree_unflatten(treedefs[-1], made)
 
 
-def _step(
+def _stepped(
     rule: Extended, extra: Mapping[str, Any], grads: PyTree, state: PyTree, params: PyTree, value: Any
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the next state."""
-    before, known = told(state, functools.partial(_of_each, params)), usual_arguments(grads, value)
+    before, known = told(state, functools.partial(_unknown_factors, params)), usual_arguments(grads, value)
     updates, after = rule.update(grads, before, params, **known | dict(extra))
     return updates, steady(told(after, None), state)
 
 
-def _of_each(params: PyTree, given: Factors) -> PyTree:
+def _unknown_factors(params: PyTree, given: Factors) -> PyTree:
     """Returns factors that are known only to be those of each element, whatever their numbers are."""
     numbers, wheres = list(map(jnp.asarray, given.values())), str([*map(id, given)])
     return jax.tree.map(lambda leaf: alike_p.bind(jnp.real(leaf), *numbers, program=wheres), params)
@@ -229,7 +229,7 @@ def couples_late(tx: Extended, form: Form, like: History, extra: Mapping[str, An
         (0 if entries in run else 1 << len(own)) if its is None else of_path[its.paths[0]]
         for entries, its in like.copies.owned()
     ]
-    program, _ = _program(functools.partial(_step, tx, extra), params, like.state, params, np.float32(0))
+    program, _ = _program(functools.partial(_stepped, tx, extra), params, like.state, params, np.float32(0))
     walk = _Late(len(own))
     return any(mark & walk.late for mark in walk.run(program, [*own, *kept, *own, 0]))
 
@@ -304,7 +304,7 @@ def _total(value: Value, size: int) -> int:
     return sum(map(operator.mul, [number for number, _ in value], sizes)) * ahead
 
 
-class _Reader(Walk[Value]):
+class _Numbers(Walk[Value]):
     """Carries the numbers of elements.
 
     Attributes:
@@ -430,7 +430,7 @@ class _Reader(Walk[Value]):
         given = program.jaxpr.invars[len(its) - len(along) :]
         rounds, made = [start], list[Any]()
         for n in range(_ROUNDS):
-            rows = [_row(n, value, var.aval) for value, var in zip(along, given, strict=True)]
+            rows = [_row_of(n, value, var.aval) for value, var in zip(along, given, strict=True)]
             if None in rows:
                 return self._whole(eqn, its)
             found = self.run(program, [*fixed, *rounds[-1], *[row for row in rows if row]])
@@ -451,7 +451,7 @@ class _Reader(Walk[Value]):
         return [unknown[i] if value is None else value for i, value in enumerate(found)]
 
 
-def _row(n: int, value: Value, aval: Any) -> Value | None:
+def _row_of(n: int, value: Value, aval: Any) -> Value | None:
     """Returns the value that a scan gives to one of its rounds."""
     if value[0][1] is None:
         return value

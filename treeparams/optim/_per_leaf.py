@@ -19,7 +19,7 @@ from .._tree.text import count_of, describe, in_short
 from .._tree.types import PyTree
 from ._groups import GroupsState, is_compared
 from ._state import ONE, Extended, ModelTransformation, Plain, TrainableState, extended, nodes_of, settled, steady
-from ._updates import ScaledState
+from ._updates import ScaledState, is_nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +116,12 @@ class _Each:
         """Returns the update of each row, and its next state."""
         if not isinstance(state, PerLeafState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
-        leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
+        leaves, treedef = jtu.tree_flatten(updates, is_leaf=is_nothing)
         if is_compared(updates):
             return _as_one_operation(self.rule, updates, params, extra), state
         states = treedef.flatten_up_to(state.states)
         values = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
-        here = [i for i, gradient in enumerate(leaves) if not _is_nothing(gradient)]
+        here = [i for i, gradient in enumerate(leaves) if not is_nothing(gradient)]
         if extra or not state.is_checked:  # else `init` has checked it, even if the rule is made anew for each update
             _check(self.rule, self.known, [_row(leaves[i]) for i in here], extra)
         run = lambda gradient, state, value: self.rule.update(gradient, state, value, **extra)
@@ -139,10 +139,6 @@ class _Each:
 
 
 _KINDS = 6  # of rows; each takes about 10 ms
-
-
-def _is_nothing(node: Any) -> bool:
-    return node is None or isinstance(node, optax.MaskedNode)
 
 
 def _row(stack: Any) -> jax.ShapeDtypeStruct:

@@ -91,7 +91,7 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
     try:
         if is_ours:
             parts, steps, after = rule_of(tx).step(grads, state, model, extra)
-            return moved(parts, steps, after), after
+            return stepped(parts, steps, after), after
         updates, after = update(grads, state, model, **extra)
     except Exception:
         check_arguments(tx, grads, state, model)  # plain Optax fails at a model in ways that name no reason
@@ -100,10 +100,10 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
     if len(states) != 1:
         check_arguments(tx, grads, after, model)
     parts = take_apart(model, states[0].layout)
-    return moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True), states[0]), after
+    return stepped(parts, per_slot(parts.index, updates, "first", exact_shapes=True), states[0]), after
 
 
-def moved(parts: Parts[M], steps: Sequence[Any], state: TrainableState | None = None) -> M:
+def stepped(parts: Parts[M], steps: Sequence[Any], state: TrainableState | None = None) -> M:
     """Returns the model after a step of each slot; a parameter with a wide copy in the state is that copy, rounded."""
     paths = [slot.path for slot in parts.layout.slots]
     slots = list(map(added, paths, parts.slots, steps))
@@ -333,7 +333,7 @@ class Rule:
 
     def like(self, layout: Layout, made: PyTree = None) -> History:
         """Returns a fresh history of some parameters, as shapes; `made` is a fresh state that exists already."""
-        ask = lambda: _asked(self.tx.init, self.form_of(layout), made)
+        ask = lambda: _state_for(self.tx.init, self.form_of(layout), made)
         return History(layout, *self._remembered(layout, "state", ask))
 
     def begun(self, layout: Layout) -> PyTree:
@@ -365,7 +365,7 @@ class Rule:
             positions = index_of(layout).positions
             few = trained_at(layout, [positions[slot] for slot in few_alike(layout)])
             form = form_for(self.tx, "stacks", few, is_apart=True) if self.form == "stacks" else tree_of(few)
-            return couples_late(self.tx, form, History(few, *_asked(self.tx.init, form)), self.trial)
+            return couples_late(self.tx, form, History(few, *_state_for(self.tx.init, form)), self.trial)
 
         if self._remembered(layout, "couples late", couples):
             raise ValueError(
@@ -523,7 +523,7 @@ def _filled(parts: Parts[Any], gradients: Sequence[Any]) -> list[Any]:
     return [jnp.zeros_like(leaf) if given is None else given for leaf, given in pairs]
 
 
-def _asked(init: Callable[[PyTree], PyTree], form: Form, made: PyTree = None) -> tuple[PyTree, Division]:
+def _state_for(init: Callable[[PyTree], PyTree], form: Form, made: PyTree = None) -> tuple[PyTree, Division]:
     """Returns a fresh state of a form, as shapes, and the parameters of each of its arrays.
 
     `made` is such a state that exists already.

@@ -20,7 +20,7 @@ from .._tree.structure import structure_of
 from .._tree.types import PyTree
 from ._per_leaf import PerLeafState
 from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, model_state
-from ._step import Rule, moved
+from ._step import Rule, stepped
 
 M = TypeVar("M")
 FormName = Literal["tree", "vector", "stacks"]
@@ -184,7 +184,7 @@ def apply_updates(model: M, updates: PyTree) -> M:
     # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
     layout, index = look_up(structure_of(model)[2], None)
     parts = take_apart(model, trained_at(layout, index.distinct))
-    return moved(parts, per_slot(parts.index, updates, "first", exact_shapes=True))
+    return stepped(parts, per_slot(parts.index, updates, "first", exact_shapes=True))
 
 
 def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.Array, PyTree]]:

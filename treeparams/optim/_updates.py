@@ -25,7 +25,7 @@ from .._tree.structure import is_array, structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree, common_dtype, is_complex, is_inexact
 from .._walk import global_norm
-from ._groups import Keys, are_stacks, check_groups, entries_of
+from ._groups import Keys, are_stacks, check_groups, numbers_of
 from ._state import ONE, ClipState, ModelTransformation, Plain, extended, in_own_buffers, nodes_of
 
 Factors = Mapping[Where, ArrayLike]
@@ -139,9 +139,9 @@ class _Scaled:
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **_: object) -> tuple[PyTree, Any]:
         """Returns the updates, each times its factor."""
         by_parameter = state.keys.by_parameter or functools.partial(_by_path, updates if params is None else params)
-        leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
+        leaves, treedef = jtu.tree_flatten(updates, is_leaf=is_nothing)
         pairs = zip(leaves, _like(treedef, by_parameter(self.factors)), strict=True)
-        return treedef.unflatten([leaf if _is_nothing(leaf) else _times(leaf, number) for leaf, number in pairs]), state
+        return treedef.unflatten([leaf if is_nothing(leaf) else _times(leaf, number) for leaf, number in pairs]), state
 
 
 def _like(treedef: Any, factors: PyTree) -> list[Any]:
@@ -161,7 +161,7 @@ def _by_path(tree: PyTree, factors: Factors) -> PyTree:
     if are_stacks(tree):
         raise ValueError("optim.scaled goes by names, which stacks do not have; write trainable(tx, form='stacks')")
     leaves, treedef = jtu.tree_flatten(tree)
-    found = entries_of(tree, [*factors], is_whole=not nodes_of(optax.MaskedNode, tree))
+    found = numbers_of(tree, [*factors], is_whole=not nodes_of(optax.MaskedNode, tree))
     numbers = [*factors.values(), 1.0]
     of_paths = [numbers[found.get(path, -1)] for path in structure_of(tree)[2].paths]
     return treedef.unflatten([
@@ -346,12 +346,12 @@ def master(tx: Plain, dtype: DTypeLike = jnp.float32) -> optax.GradientTransform
     """
     if isinstance(tx, ModelTransformation):
         raise ValueError(ONE)
-    wide = _checked(dtype)
+    wide = _wide_dtype(dtype)
     rule = _Master(extended(tx), wide)
     return optax.GradientTransformationExtraArgs(rule.init, rule.update)
 
 
-def _checked(dtype: DTypeLike) -> np.dtype:
+def _wide_dtype(dtype: DTypeLike) -> np.dtype:
     given = jnp.dtype(dtype)
     if not jnp.issubdtype(given, jnp.floating):
         raise TypeError(f"expected a floating dtype, got {given}; copies of complex parameters are complex anyway")
@@ -380,10 +380,10 @@ class _Master:
         before = jax.tree.map(_current, params, state.copies)
         extra = {name: self._argument(name, value, params) for name, value in extra.items()}
         made, inner = self.tx.update(self.widened(updates), state.inner, before, **extra)
-        steps, treedef = jtu.tree_flatten(made, is_leaf=_is_nothing)
+        steps, treedef = jtu.tree_flatten(made, is_leaf=is_nothing)
         copies, currents, olds = map(treedef.flatten_up_to, (state.copies, before, params))
         for i, step in enumerate(steps):
-            if not (_is_nothing(step) or copies[i] is None):
+            if not (is_nothing(step) or copies[i] is None):
                 copies[i], steps[i] = _step(currents[i], step, olds[i])
         return treedef.unflatten(steps), MasterState(treedef.unflatten(copies), inner)
 
@@ -420,7 +420,7 @@ class _Master:
         return functools.wraps(f)(of_copies)  # Optax looks at the names of its arguments
 
 
-def _is_nothing(node: object) -> bool:
+def is_nothing(node: object) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 
