@@ -36,6 +36,9 @@ def integers(t: Any) -> object:
     return t.descent.update({"w": jnp.ones((2, 3), int)}, t.descent.init(t.dict), t.dict)
 
 
+rated = optax.inject_hyperparams(optax.sgd)(0.1)
+
+
 def apart(tx: Any) -> optax.GradientTransformation:
     return optax.partition({"x": tx, "y": tx}, {"a": "x", "b": "y"})
 
@@ -81,6 +84,8 @@ OPTIM: list[Row] = [
     ("trainable(frozen=)", lambda t: optim.trainable(t.adam, frozen="zeros"), TypeError, 'write missing="zeros"'),
     ("to_optax(tx=)", lambda t: optim.to_optax(t.tx, t.state, target=t.x), TypeError, "'target'; write like=..."),
     ("updates and state", lambda t: optim.apply_updates(t.model, (t.grads, t.state)), ValueError, "got a tuple of 2"),
+    ("lookahead", lambda t: optim.trainable(optax.lookahead(t.sgd, 3, 0.5)).init(t.dict), ValueError, "by hand"),
+    ("complex rates", lambda t: optim.trainable(rated).init({"a": t.x, "b": t.x + 0j}), ValueError, "dtype=float"),
     ("optax.adam", lambda t: optim.trainable(optax.adam), TypeError, "got adam; call it with its arguments, as in"),
     ("a rate", lambda t: optim.trainable(1e-3), TypeError, r"an Optax transformation, got float.*optax.adam\(1e-3\)"),
     ("trainable(model, tx)", lambda t: optim.trainable(t.model, t.adam), TypeError, "got MLP; it comes first, as in"),

@@ -22,7 +22,7 @@ from .._tree.structure import flatten, is_array, structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._groups import GroupsState, check_groups, compared, groups_in
-from ._state import ONE, ClipState, Extended, History, ModelTransformation, TrainableState, nodes_of
+from ._state import ONE, ClipState, Extended, History, ModelTransformation, TrainableState, map_injected, nodes_of
 from ._updates import MasterState
 
 
@@ -32,10 +32,16 @@ def check_model(params: PyTree) -> None:
         raise ValueError(f"a mask, or optax.partition, is around a transformation over models; {ONE}")
 
 
-def check_run(run: PyTree) -> None:
-    """Checks that a fresh state is one of plain Optax, in which nothing follows wide copies in a chain."""
+def check_run(run: PyTree, parts: Parts[Any]) -> None:
+    """Checks that a fresh state is one of plain Optax over one model, and that wide copies are last in a chain."""
     if nodes_of(TrainableState, run):
         raise ValueError(ONE)
+    if nodes_of(optax.LookaheadState, run):
+        raise ValueError("optax.lookahead needs a pair of models: run it over tp.partition(model)[0] by hand")
+    rates = list[Any]()
+    map_injected(lambda _, node: rates.extend(node.hyperparams.values()) or node, run)
+    if any(map(jnp.iscomplexobj, rates)) and len(parts.index.complex_slots) < len(parts.slots):
+        raise ValueError("complex leaves make all rates complex; write inject_hyperparams(..., hyperparam_dtype=float)")
     if nodes_of(MasterState, run):
         jax.tree.map(_check_chain, run, is_leaf=_is_chain)
 
@@ -50,11 +56,9 @@ def _check_chain(node: Any) -> None:
     # in each step, and small steps are lost as without copies.
     if not _is_chain(node):
         return
-    *before, last = (bool(nodes_of(MasterState, each)) for each in node)
-    if any(before):
+    if nodes_of(MasterState, node[:-1]):
         raise ValueError("optim.master must be last in a chain, around all of it: write optim.master(optax.chain(...))")
-    if last:
-        jax.tree.map(_check_chain, node[-1], is_leaf=_is_chain)
+    jax.tree.map(_check_chain, node[-1], is_leaf=_is_chain)
 
 
 def misfit(layout: Layout, grads: PyTree, error: MisfitError) -> ValueError:
@@ -69,8 +73,7 @@ def misfit(layout: Layout, grads: PyTree, error: MisfitError) -> ValueError:
         )
     return ValueError(
         "the state was made from another tree (the first below) than this model (the second): write state = "
-        "tx.init(model) with the whole model, not eqx.filter(model, ...), and pass the whole model to each step:"
-        f"\n{error.differences}"
+        f"tx.init(model) with the whole model, not eqx.filter(model, ...), and pass it each time:\n{error.differences}"
     )
 
 

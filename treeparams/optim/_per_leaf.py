@@ -132,10 +132,16 @@ class _Each:
 
     def _run(self, f: Callable[..., Any], *args: Any) -> Any:
         """Applies a function to each row."""
-        if self.at_once is None or self.at_once >= len(args[0]):
+        limit, count = self.at_once, len(args[0])
+        if limit is None or limit >= count:
             return jax.vmap(f)(*args)
         # One at a time needs no `vmap`, under which a `cond` of the rule would compute both of its branches.
-        return jax.lax.map(lambda row: f(*row), args, batch_size=self.at_once if self.at_once > 1 else None)
+        if limit == 1 or count % limit:
+            return jax.lax.map(lambda row: f(*row), args, batch_size=limit if limit > 1 else None)
+        # Rows that run together are far apart: where devices have as many equal parts of the rows, each runs one.
+        apart = jax.tree.map(lambda rows: jnp.moveaxis(rows.reshape(limit, -1, *rows.shape[1:]), 1, 0), args)
+        found = jax.lax.map(lambda turn: jax.vmap(f)(*turn), apart)
+        return jax.tree.map(lambda rows: jnp.swapaxes(rows, 0, 1).reshape(count, *rows.shape[2:]), found)
 
 
 _KINDS = 6  # of rows; each takes about 10 ms

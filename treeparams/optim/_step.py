@@ -325,7 +325,7 @@ class Rule:
         """Returns the history of parameters that begin."""
         form = self.form_of(parts.layout)
         run = self.tx.init(form.holding(parts.slots))
-        check_run(run)
+        check_run(run, parts)
         check_rows(run, form)
         run = settled(run)
         division = self.like(parts.layout, run).division
