@@ -180,7 +180,7 @@ _OTHERS = {  # by how they begin; for a zip archive by the names in it
     "flax.serialization.msgpack_restore(file.read()) as source",
     rb"\x08[\x01-\x20](\x12[\x01-\x40][ -~]|\x3a)": "looks like a program of ONNX; use its arrays by name as source: "
     "{each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(path).graph.initializer}",
-    rb"\x93NUMPY": "was written by NumPy, as by eqx.tree_serialise_leaves; read it with eqx.tree_deserialise_leaves",
+    rb"\x93NUMPY": "is of NumPy, as by eqx.tree_serialise_leaves; write eqx.tree_deserialise_leaves(path, like)",
     rb"\x89HDF\r\n": "is of HDF5; open it with h5py.File, and use its datasets by name as source",
     rb"GGUF": "is of GGUF; use {each.name: each.data for each in gguf.GGUFReader(path).tensors} as source",
     rb"version https://git-lfs": "is a pointer of Git LFS in place of the file; run git lfs pull",

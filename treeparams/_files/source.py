@@ -38,10 +38,10 @@ _ALIGNED = 64  # JAX copies buffers that are not aligned like this
 _LONGEST_REASON = 500  # characters; a name may have millions
 
 
-def as_path(path: object) -> str:
+def as_path(path: object, verb: str = "save(path, model)") -> str:
     """Returns the path of a file as text."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(f"expected the path of a file, got {describe(path)}; it comes first: saving.save(path, model)")
+        raise TypeError(f"expected the path of a file, got {describe(path)}; it comes first: saving.{verb}")
     return os.fsdecode(path)
 
 

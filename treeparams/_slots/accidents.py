@@ -22,9 +22,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._tree.structure import Node, Spec, Structure
+from .._tree.structure import Node, Spec, Structure, same_treedef
 from .._tree.text import first_few, warn
 from .index import Index
+from .where import subtreedefs
 
 _Pair = tuple[int, int]
 
@@ -231,11 +232,14 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
 
 def _is_one_node_repeated(structure: Structure) -> bool:
     """Returns whether a model is only a list, tuple or dictionary of the same node, as `[net] * 4`."""
-    children = [node for node in structure.nodes if len(node.entries) == 1]
-    held = [_arrays_below(structure, node) for node in children]
-    is_all = sum(node.stop - node.start for node in children) == len(structure.specs)
+    children = [(number, node) for number, node in enumerate(structure.nodes) if len(node.entries) == 1]
+    held = [_arrays_below(structure, node) for _, node in children]
+    is_all = sum(node.stop - node.start for _, node in children) == len(structure.specs)
     is_plain = bool(children) and structure.nodes[0].cls in (list, tuple, dict)
-    return is_plain and is_all and len(held) > 1 and all(arrays == held[0] for arrays in held)
+    if not is_plain or not is_all or len(held) < 2 or any(arrays != held[0] for arrays in held):
+        return False
+    treedefs = subtreedefs(structure)  # an inverse, say, holds the same arrays and is not the same node
+    return all(same_treedef(treedefs[number], treedefs[children[0][0]]) for number, _ in children)
 
 
 def _arrays_below(structure: Structure, node: Node) -> list[tuple[tuple[str, ...], int]]:

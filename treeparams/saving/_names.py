@@ -93,9 +93,9 @@ def routes(
     Returns:
         The routes of arrays by name, the names that are dropped, and the targets that keep their arrays.
     """
-    for name, given in (("transform", transform), ("rename", rename)):
+    for name, given, right in (("transform", transform, "function"), ("rename", rename, "right")):
         if not (given is None or isinstance(given, Mapping) or (name == "rename" and callable(given))):
-            raise TypeError(f"{name} must be a dictionary {{left: ...}}, got {describe(given)}")
+            raise TypeError(f"{name} must be a dictionary {{left: {right}}}, got {describe(given)}")
     functions = dict(transform or {})
     for key, function in functions.items():
         if not callable(function):

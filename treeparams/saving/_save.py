@@ -241,7 +241,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
             every difference.
         TypeError: the path does not come first.
     """
-    as_path(path)
+    as_path(path, "load(path, like)")
     _check_tree(like, "the path comes first: saving.load(path, like)")
     file = file_at(path)
     if not file.is_ours:

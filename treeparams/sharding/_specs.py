@@ -60,7 +60,9 @@ class Axes(NamedTuple):
     def check(self, rules: Rules) -> None:
         """Checks rules without regard to the parameters that they select."""
         if not isinstance(rules, Mapping):
-            raise TypeError(f'rules must be {{where: rule}}, such as {{"**": "split"}}, got {describe(rules)}')
+            raise TypeError(
+                f'rules: expected a dictionary {{where: rule}}, such as {{"**": "split"}}, got {describe(rules)}'
+            )
         for where, rule in rules.items():
             if rule not in _WORDS if isinstance(rule, str) else not isinstance(rule, PartitionSpec):
                 raise ValueError(
