@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from .._forms.states import Copies, Division, Entries, entries_of, regroup
-from .._slots.layout import Layout, index_of
+from .._slots.layout import Layout, index_of, trained_at
 from .._tree.static_keys import contents
 from .._tree.structure import is_array
 from .._tree.text import describe, first_few, function_name, warn
@@ -143,9 +143,12 @@ class TrainableState:
         Array(0.1, dtype=float32)
 
         To change them, write `optim.adjust`. All histories share them, but for those inside `optim.per_leaf`, which
-        each row has: of these you get those of the oldest history. If several nodes have one name, as in groups, read
+        each row has: if several histories train there, or several nodes have one name, as in groups, read
         `state.runs`, or `optax.tree.get(state.runs[0], "learning_rate")`.
         """
+        if len(self.runs) > 1 and "hyperparams" in self.roles.divisions[0].names:
+            its = [first_few(trained_at(self.layout, leaves).paths) for leaves in self.roles.running]
+            raise ValueError(f"several histories train, each with hyperparameters in state.runs: {'; '.join(its)}")
         nodes: list[dict[str, Any]] = []
         map_injected(lambda _, node: nodes.append(node.hyperparams) or node, self.runs[:1])
         names = [name for node in nodes for name in node]

@@ -475,16 +475,12 @@ def copies_in(state: PyTree, division: Division) -> Iterator[tuple[Owners, Any]]
     if "copies" not in division.names:  # most states need no further look
         return
     owners = iter(division.owners)
-    for node in jtu.tree_leaves(state, is_leaf=_is_master):
+    for node in jtu.tree_leaves(state, is_leaf=MasterState.__instancecheck__):
         leaves = jtu.tree_leaves(node)
         count = len(jtu.tree_leaves(node.copies)) if isinstance(node, MasterState) else 0
         for n, (own, leaf) in enumerate(zip(itertools.islice(owners, len(leaves)), leaves, strict=True)):
             if n < count and own is not None:
                 yield own, leaf
-
-
-def _is_master(node: object) -> bool:
-    return isinstance(node, MasterState)
 
 
 @functools.partial(jax.jit, inline=True)
