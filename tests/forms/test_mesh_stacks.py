@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import treeparams as tp
+from treeparams import optim
 
 from ..long import LONG
 from ..zoo import ramp
@@ -236,3 +238,13 @@ def test_an_ensemble_of_stacks_over_devices():
     for k in range(4):
         one = jax.tree.map(lambda x, k=k: x * (k + 1), STACKS)
         assert_near(jax.tree.map(lambda x, k=k: np.asarray(x)[k], (values, gradients)), by_both(one, WAY))
+
+
+def test_rows_that_run_in_turns_stay_on_their_devices():
+    """As many rows at once as there are devices: each runs its own, and none is sent."""
+    mesh = mesh_of(AxisType.Auto)
+    rows = put(ramp(16, 3), mesh, "x")
+    tx = optim.per_leaf(optax.sgd(0.1, momentum=0.9), at_once=4)
+    update = jax.jit(tx.update).lower(rows, tx.init(rows), rows).compile()
+    assert "all-gather" not in update.as_text()
+    np.testing.assert_allclose(update(rows, tx.init(rows), rows)[0], -0.1 * np.asarray(rows), rtol=1e-6)

@@ -96,7 +96,7 @@ def test_hyperparameters_are_where_the_users_of_optax_read_them():
         assert optim.set_trainable(tx, state, model, where).hyperparams["learning_rate"] == 0.25
     rows = optim.trainable(optim.per_leaf(optax.inject_hyperparams(optax.sgd)(0.1)), "a", form="stacks")
     assert rows.init(model).hyperparams["learning_rate"].shape == (1,)
-    with pytest.raises(ValueError, match="several histories train, each with hyperparameters in state.runs: a; b"):
+    with pytest.raises(ValueError, match=r"several histories train, each with hyperparameters in state.runs: a; b"):
         _ = optim.set_trainable(rows, rows.update(tp.copy(model), rows.init(model), model)[1], model).hyperparams
     with pytest.raises(ValueError, match="each row has its own 'learning_rate': put"):
         optim.adjust(rows.init(model), learning_rate=0.2)

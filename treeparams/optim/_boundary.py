@@ -1,4 +1,4 @@
-"""The boundary between models and Optax: what is refused, in which form a rule sees a model, which rows wait."""
+"""The boundary between models and Optax: refusals, in which form a rule sees a model, which rows wait."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""scaled, clip_by_global_norm, master: plain Optax that stands inside `optim.trainable`."""
+"""scaled, clip_by_global_norm, master: plain Optax for use inside `optim.trainable`."""
 
 import contextlib
 import dataclasses

@@ -270,7 +270,7 @@ class Step:
         return self._regrouped(params, state, self._placement.form, self._placement.in_files)
 
     def from_file(self, params: PyTree, state: StepState) -> tuple[PyTree, StepState]:
-        """Returns what `to_file` returned as the parameters and the state of this step, on its devices."""
+        """Returns the result of `to_file` as the parameters and the state of this step, on its devices."""
         params, state = self._regrouped(params, state, self._placement.in_files, self._placement.form)
         kept = jax.tree.map(put_leaf, (state.rule, state.average), sharding_of(self._kept))
         params = jax.tree.map(put_leaf, params, self._placement.params)
