@@ -145,7 +145,7 @@ def header_text(metadata: Mapping[str, str], entries: str) -> bytes:
         text = f"{_METADATA}{_encode(metadata)}{',' * (entries != '{}')}{entries[1:]}".encode()
     except UnicodeEncodeError as error:
         what = error.object[max(0, error.start - 20) : error.end]
-        raise ValueError(f"a name or a text is not Unicode text, so it cannot be saved: it ends with {what!r}") from None
+        raise ValueError(f"what ends with {what!r} is not Unicode text, so it cannot be saved") from None
     if len(text) > _LONGEST:
         raise ValueError(f"the names and texts take {len(text):,} bytes; the format has {_LONGEST:,} at most")
     return text + b" " * (-len(text) % 8)  # so that the arrays are aligned

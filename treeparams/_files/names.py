@@ -205,7 +205,7 @@ def _of_files(paths: Sequence[str]) -> Names:
             specs |= {name: file.specs[at] for name, (_, at) in own.items()}
             states |= words["states"]
             numbers |= {path: from_words(said) for path, said in words["values"].items()}
-            unkeyed |= words.get("unkeyed", {})
+            unkeyed |= {at: [str(kind), int(count)] for at, (kind, count) in words.get("unkeyed", {}).items()}
             computed += words["ties"].keys() - its.keys()
         twice = own.keys() & stored.keys()
         if twice:
