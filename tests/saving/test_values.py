@@ -289,7 +289,7 @@ def test_the_path_comes_first(path):
     model = {"w": ramp(2)}
     for call in (saving.save, saving.load):
         for wrong in (model, eqx.nn.Identity(), jnp.tanh, ramp(2), None, 5, [path]):
-            with pytest.raises(TypeError, match=r"expected the path of a file, got .*it comes first: saving\.save\("):
+            with pytest.raises(TypeError, match=rf"path of a file, got .*it comes first: saving\.{call.__name__}\("):
                 call(wrong, path)
         for tree in ("a text", path, bytes(path)):
             with pytest.raises(TypeError, match=rf"expected a tree .*, got the text .* first: saving\.{call.__name__}"):
