@@ -42,23 +42,24 @@ def check_run(run: PyTree, parts: Parts[Any]) -> None:
     map_injected(lambda _, node: rates.extend(node.hyperparams.values()) or node, run)
     if any(map(jnp.iscomplexobj, rates)) and len(parts.index.complex_slots) < len(parts.slots):
         raise ValueError("complex leaves make all rates complex; write inject_hyperparams(..., hyperparam_dtype=float)")
-    if nodes_of(MasterState, run):
-        jax.tree.map(_check_chain, run, is_leaf=_is_chain)
+    _check_chains(run)
 
 
 def _is_chain(node: object) -> bool:
     return type(node) is tuple and len(node) > 1
 
 
-def _check_chain(node: Any) -> None:
+_LAST = "optim.master must be last in a chain, around all of it: write optim.master(optax.chain(...))"
+
+
+def _check_chains(run: PyTree) -> None:
     """Refuses a chain in which another transformation follows wide copies."""
     # It would change the updates, so that no parameter is its copy rounded. Then all copies restart from the parameters
     # in each step, and small steps are lost as without copies.
-    if not _is_chain(node):
-        return
-    if nodes_of(MasterState, node[:-1]):
-        raise ValueError("optim.master must be last in a chain, around all of it: write optim.master(optax.chain(...))")
-    jax.tree.map(_check_chain, node[-1], is_leaf=_is_chain)
+    for node in filter(_is_chain, jax.tree.leaves(run, is_leaf=_is_chain)):
+        if nodes_of(MasterState, node[:-1]):
+            raise ValueError(_LAST)
+        _check_chains(node[-1])
 
 
 def misfit(layout: Layout, grads: PyTree, error: MisfitError) -> ValueError:

@@ -139,8 +139,9 @@ class _Each:
         if limit == 1 or count % limit:
             return jax.lax.map(lambda row: f(*row), args, batch_size=limit if limit > 1 else None)
         # Rows that run together are far apart: where devices have as many equal parts of the rows, each runs one.
-        apart = jax.tree.map(lambda rows: jnp.moveaxis(rows.reshape(limit, -1, *rows.shape[1:]), 1, 0), args)
-        found = jax.lax.map(lambda turn: jax.vmap(f)(*turn), apart)
+        apart = jax.tree.map(lambda rows: rows.reshape(limit, -1, *rows.shape[1:]), args)
+        at = lambda i: jax.tree.map(lambda rows: jax.lax.dynamic_index_in_dim(rows, i, 1, keepdims=False), apart)
+        found = jax.lax.map(lambda i: jax.vmap(f)(*at(i)), jnp.arange(count // limit))
         return jax.tree.map(lambda rows: jnp.swapaxes(rows, 0, 1).reshape(count, *rows.shape[2:]), found)
 
 

@@ -421,6 +421,7 @@ class _Master:
 
 
 def is_nothing(node: object) -> bool:
+    """Returns whether there is no update: `None`, or the place of a masked leaf."""
     return node is None or isinstance(node, optax.MaskedNode)
 
 
