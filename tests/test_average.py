@@ -1,5 +1,7 @@
 """Copies and averages."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,13 +33,12 @@ def test_one_step_in_at_least_float32():
     dtypes = [np.float32, jnp.bfloat16, np.float16, np.complex64]
     old, new = ([ramp(4, dtype=dtype, start=start) for dtype in dtypes] for start in (0.5, 3.0))
     wide = lambda x: np.asarray(x).astype(x.dtype if x.dtype.itemsize > 2 else np.float32)
-    jitted = jax.jit(lambda a, m, d: tp.ema(a, m, decay=d))
-    for decay in (0.0, 0.9, 1.0, jnp.float32(0.9), np.float64(0.9)):
-        for each in (tp.ema(old, new, decay=decay), jitted(old, new, decay)):
-            for got, before, after, dtype in zip(each, old, new, dtypes, strict=True):
-                want = (wide(before) + np.float32(1 - decay) * (wide(after) - wide(before))).astype(dtype)
-                assert got.dtype == dtype
-                np.testing.assert_allclose(wide(got), wide(want), 1e-6)
+    ways = (tp.ema, jax.jit(lambda a, m, decay: tp.ema(a, m, decay=decay)))
+    for decay, ema in itertools.product((0.0, 0.9, 1.0, jnp.float32(0.9), np.float64(0.9)), ways):
+        for got, before, after, dtype in zip(ema(old, new, decay=decay), old, new, dtypes, strict=True):
+            want = (wide(before) + np.float32(1 - decay) * (wide(after) - wide(before))).astype(dtype)
+            assert got.dtype == dtype
+            np.testing.assert_allclose(wide(got), wide(want), 1e-6)
 
 
 def test_an_average_in_half_precision_warns_once_and_names_the_way_out():
@@ -82,16 +83,6 @@ def test_near_the_largest_float_and_with_all_the_weight(dtype):
     assert bits(tp.ema(many, few, tau=1)) == bits(few)
 
 
-@pytest.mark.parametrize("make", [tp.ema, tp.Ema])
-def test_decay_or_tau_is_given(make):
-    model = {"w": ramp(1)}
-    for options, got in (({}, "neither"), ({"decay": 0.9, "tau": 0.1}, "both")):
-        with pytest.raises(TypeError, match=rf"pass either decay, .*, or tau = 1 - decay, .*; got {got}$"):
-            make(model, **{"model": model} | options) if make is tp.ema else make(model, **options)
-    with pytest.raises(ValueError, match=r"^tau must be between 0 and 1, got 1\.5$"):
-        make(model, **({"model": model} if make is tp.ema else {}), tau=1.5)
-
-
 def test_tau_is_rounded_as_optax_rounds_it():
     old, new = (jax.device_put(np.random.default_rng(i).normal(size=(5, 77)).astype(np.float32)) for i in (0, 1))
     ours, theirs = (lambda o, n, t: tp.ema(o, n, tau=t)), (lambda o, n, t: optax.incremental_update(n, o, t))
@@ -102,28 +93,31 @@ def test_tau_is_rounded_as_optax_rounds_it():
     np.testing.assert_allclose(ema.average, 0.1 * np.asarray(old) + 0.9 * np.asarray(new), 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("buffers", ["copy", "average", "keep"])
-def test_equal_numbers_stay_and_bools_are_flags(buffers):
-    numbers = {"p": 0.5, "n": 5, "c": 2j, "s": np.float32(0.25), "nan": float("nan")}
-    average, model = {"w": ramp(2), "on": False, **numbers}, {"w": 3 * ramp(2), "on": True, **numbers}
-    model["n"] = 5.0
-    for make in (lambda a: tp.ema(a, model, decay=0.5, buffers=buffers), lambda a: of_ema(a, model, buffers)):
-        got = make(average)
-        assert all(got[name] is average[name] for name in (*numbers, "on"))
-    assert tp.ema(average, {"w": ramp(2)}, decay=0.5)["p"] == 0.5  # the model has none
-
-
 def of_ema(average, model, buffers="copy"):
     return tp.Ema(average, 0.5, buffers=buffers).update(model).average
 
 
-@pytest.mark.parametrize("of", [lambda a, m: tp.ema(a, m, decay=0.5), of_ema], ids=["ema", "Ema"])
+of_both = pytest.mark.parametrize(
+    "of", [lambda a, m, its="copy": tp.ema(a, m, decay=0.5, buffers=its), of_ema], ids=["ema", "Ema"]
+)
+
+
+@of_both
+def test_equal_numbers_stay_and_bools_are_flags(of):
+    numbers = {"p": 0.5, "n": 5, "c": 2j, "s": np.float32(0.25), "nan": float("nan")}
+    average, model = {"w": ramp(2), "on": False, **numbers}, {"w": 3 * ramp(2), "on": True, **numbers, "n": 5.0}
+    for policy in ("copy", "average", "keep"):
+        got = of(average, model, policy)
+        assert all(got[name] is average[name] for name in (*numbers, "on"))
+    assert of(average, {"w": ramp(2)})["p"] == 0.5  # the model has none
+
+
+@of_both
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         (1.0, 3.0, r"1\.0; 3\.0"),
         (1, jnp.array(1), r"1; int32\[\]"),
-        (1.0, jnp.array(3.0), r"1\.0; float32\[\]"),
         (np.float32(1), np.float32(3), r"1\.0\)?; .*3\.0"),
         (jnp.array(3), 4, r"int32\[\]; 4"),  # not trained
         (jnp.array(1.0), 3.0, r"float32\[\]; 3\.0"),  # trained
@@ -136,7 +130,7 @@ def test_a_number_beside_an_array_or_another_number_is_an_error_that_names_the_p
         with pytest.raises(ValueError, match=rf"(?s)'ics' \(.*{words}\).*jnp\.asarray\(number\)"):
             each(average, model)
     if not isinstance(old, jax.Array):
-        assert tp.ema(average, model, decay=0.5, buffers={"ics": "keep"})["ics"] == old
+        assert of(average, model, {"ics": "keep"})["ics"] == old
 
 
 def test_a_traced_float_is_averaged_for_what_it_is_whatever_was_met_before():
@@ -212,19 +206,39 @@ def test_buffers_keep_the_dtypes_of_the_average():
     assert (got["c"].dtype, got["n"].dtype, int(got["n"])) == (jnp.float32, jnp.int32, 4)
 
 
+def step(change=(), **options):
+    return lambda: tp.ema(buffers_model(1), buffers_model(3) | dict(change), **options or {"decay": 0.5})
+
+
+EITHER = r"pass either decay, .*, or tau = 1 - decay, .*; got {}$"
+
+
+@pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize(
-    ("change", "options", "error", "message"),
+    ("call", "error", "message"),
     [
-        ({}, {"decay": np.ones(2)}, ValueError, r"decay must be a scalar, got shape \(2,\)"),
-        ({"w": np.ones(5, "f")}, {}, ValueError, r"expected float32\[1\] at 'w', got float32\[5\]"),
-        ({"w": 1j * np.ones(1, np.complex64)}, {}, TypeError, r"a real float32 at 'w', got complex64\[1\]"),
-        ({"n": None}, {}, ValueError, r"average at 'n' \(.*\[2\]; None.* write buffers=\"keep\""),
-        ({}, {"buffers": {"w": "keep"}}, ValueError, "'w' selects no frozen or integer array, only 'w'"),
+        (step(buffers="copy"), TypeError, EITHER.format("neither")),
+        (step(decay=0.9, tau=0.1), TypeError, EITHER.format("both")),
+        (lambda: tp.Ema(ramp(2)), TypeError, EITHER.format("neither")),
+        (lambda: tp.Ema(ramp(2), 0.9, tau=0.1), TypeError, EITHER.format("both")),
+        (step(tau=1.5), ValueError, r"^tau must be a scalar between 0 and 1, got 1\.5$"),
+        (lambda: tp.Ema(ramp(2), -1.0), ValueError, "decay must be a scalar between 0 and 1, got -1"),
+        (step(decay=np.ones(2)), ValueError, r"decay must be a scalar between 0 and 1, got \[1. 1.\]"),
+        (step({"w": np.ones(5, "f")}), ValueError, r"expected float32\[1\] at 'w', got float32\[5\]"),
+        (lambda: tp.Ema(ramp(2), 0.5).update(ramp(3)), ValueError, r"at '', got float32\[3\]"),
+        (step({"w": 1j * np.ones(1, np.complex64)}), TypeError, r"a real float32 at 'w', got complex64\[1\]"),
+        (step({"n": None}), ValueError, r"average at 'n' \(.*\[2\]; None.* write buffers=\"keep\""),
+        (step(decay=0.5, buffers={"w": "keep"}), ValueError, "'w' selects no frozen or integer array, only 'w'"),
+        (
+            lambda: jax.jit(lambda d: tp.Ema(ramp(2), d).count)(0.5),
+            TypeError,
+            "decay and tau of an Ema are static; pass",
+        ),
     ],
 )
-def test_bad_input(change, options, error, message, without_type_checks):
+def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
-        tp.ema(buffers_model(1), {**buffers_model(3), **change}, **{"decay": 0.5} | options)
+        call()
 
 
 def test_donating_the_model_leaves_the_average_alive():
@@ -283,15 +297,6 @@ def test_one_structure_in_scan_and_jit(name):
             np.testing.assert_allclose(a, b, 1e-5)
     kinds = ["complex64" if "complex" in str(slot.dtype) else "float32" for slot in ema.rest.layout.slots]
     assert [str(leaf.dtype) for leaf in jax.tree.leaves(ema.shadow)] == kinds
-
-
-def test_ema_refuses_what_ema_refuses(without_type_checks):
-    with pytest.raises(ValueError, match="decay must be between 0 and 1, got -1"):
-        tp.Ema(ramp(2), -1.0)
-    with pytest.raises(ValueError, match=r"at '', got float32\[3\]"):
-        tp.Ema(ramp(2), 0.5).update(ramp(3))
-    with pytest.raises(TypeError, match="decay and tau of an Ema are static; pass a function of the count"):
-        jax.jit(lambda d: tp.Ema(ramp(2), d).count)(0.5)
 
 
 @pytest.mark.parametrize("trainable", [None, "w"])

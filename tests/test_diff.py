@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -356,30 +357,22 @@ a           1      0.25    1 of 3  0, 0    3.0     4.0
     assert many.endswith("100 differences")
 
 
-def test_errors():
-    layout = tp.layout([W])
-    for a, b in ((layout, [W]), ([W], layout)):
-        with pytest.raises(TypeError, match=r"two models or two layouts, got a Layout and a list.*tp\.layout\(model\)"):
-            tp.diff(a, b)
-    looped: list[Any] = [W]
-    looped.append(looped)
-    with pytest.raises(ValueError, match="the model is cyclic"):
-        tp.diff([W], looped)
-    deleted = {"w": W + 1}
-    deleted["w"].delete()
-    with pytest.raises(RuntimeError, match=r"the array at 'w' has been deleted.*tp\.copy"):
-        tp.diff({"w": W}, deleted)
-    assert not tp.diff(deleted, dict(deleted))  # one object, of which nothing is read
-
-
 @pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize("name", ["atol", "rtol"])
-def test_tolerances_that_are_none(name):
-    for value in (-1, nan, np.float32(-0.5)):
-        with pytest.raises(ValueError, match=f"{name} must be at least 0, got"):
-            tp.diff(W, W, **{name: value})
-    for value in ("1", True, [1], None.__class__):
-        with pytest.raises(TypeError, match=f"{name} must be a number"):
+def test_errors():
+    layout, looped, deleted = tp.layout([W]), [W], {"w": W + 1}
+    looped.append(looped)
+    deleted["w"].delete()
+    for error, words, *pair in [
+        (TypeError, r"two models or two layouts, got a Layout and a list.*tp\.layout\(model\)", layout, [W]),
+        (TypeError, r"two models or two layouts, got a list and a Layout", [W], layout),
+        (ValueError, "the model is cyclic", [W], looped),
+        (RuntimeError, r"the array at 'w' has been deleted.*tp\.copy", {"w": W}, deleted),
+    ]:
+        with pytest.raises(error, match=words):
+            tp.diff(*pair)
+    assert not tp.diff(deleted, dict(deleted))  # one object, of which nothing is read
+    for name, value in itertools.product(("atol", "rtol"), (-1, nan, np.float32(-0.5), "1", True, [1])):
+        with pytest.raises(ValueError, match=f"{name} must be a number, at least 0, or None, got"):
             tp.diff(W, W, **{name: value})
 
 

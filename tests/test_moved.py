@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import re
 
 import equinox as eqx
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import optim
 
-from .zoo import first_devices, ramp, with_refs
+from .zoo import Norm, first_devices, ramp, with_refs
 
 # -- The law: what is told unmoved is the same, bit for bit, when the step is run --------------------------------------
 
@@ -94,6 +95,10 @@ def of(**changes):
     return lambda m, x: m | {name: change(m, x) for name, change in changes.items()}
 
 
+def loss_of_two(m):
+    return jnp.sum(m["a"] * m["c"])
+
+
 def each(function):
     return lambda m, x: {name: function(leaf, x) for name, leaf in m.items()}
 
@@ -107,6 +112,7 @@ forward.defvjp(lambda m: (forward(m), None), lambda _, cotangent: (cotangent,))
 twice = of(a=lambda m, x: m["a"] * 2)
 PROGRAMS = {
     "itself": (lambda m, x: m, ""),
+    "an array that is no argument, but equal": (lambda m, x: FOUR, "abcd"),
     "a tuple": (lambda m, x: (m, jnp.sum(m["a"])), ""),
     "a list": (lambda m, x: [twice(m, x), 3], "a"),
     "jit": (jax.jit(twice), "a"),
@@ -216,28 +222,14 @@ def test_within_a_trace_a_constant_may_be_anything():
     assert paths == [("a",)]
 
 
-def test_programs_that_are_called_at_many_places_are_walked_once():
-    f = lambda m: m
-    for _ in range(30):  # 2^30 calls, if each were followed
-        f = jax.jit(lambda m, f=f: f(f(m)))
-    assert tp.moved(f)(FOUR).paths == ()
-
-
 # -- Models and steps of all kinds -------------------------------------------------------------------------------------
 
 
-class Frozen(eqx.Module):
-    w: jax.Array
-    table: jax.Array = tp.field(trainable=False)
-    activation: object = jnp.tanh
-
-
 def test_a_leaf_that_is_declared_frozen_and_moves_is_trained_in_the_result():
-    model = Frozen(ramp(3), ramp(3))
-    decayed = tp.moved(lambda m: jax.tree.map(lambda x: 0.9 * x if eqx.is_array(x) else x, m))(model)
-    assert decayed == tp.layout(model, thaw="table")
-    assert decayed.paths == ("w", "table")
-    assert tp.moved(lambda m: m)(model).paths == ()
+    model = Norm(ramp(3), ramp(3))
+    decayed = tp.moved(lambda m: jax.tree.map(lambda x: 0.9 * x, m))(model)
+    assert decayed == tp.layout(model, thaw="mean")
+    assert decayed.paths == ("scale", "mean")
 
 
 def test_ties():
@@ -256,9 +248,7 @@ def test_ties():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    "jit", [lambda f: f, jax.jit, eqx.filter_jit, tp.jit], ids=["eager", "jit", "filter_jit", "tp.jit"]
-)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, tp.jit], ids=["eager", "jit", "tp.jit"])
 def test_a_step_of_ours_moves_what_its_state_trains(jit):
     shared = ramp(3)
     model = {"embed": shared, "head": shared, "b": ramp(3), "n": jnp.arange(3), "key": jax.random.key(0)}
@@ -286,11 +276,6 @@ def test_a_step_over_the_split_state_of_nnx():
         return optax.apply_updates(model, updates), state
 
     assert tp.moved(step)(model, tx.init(model), X).paths == ("bias", "kernel")  # its gradient is handed on
-
-
-def test_an_array_of_the_model_in_the_state_is_not_the_model():
-    step = lambda model, state: (state["copy"], state)
-    assert tp.moved(step)(FOUR, {"copy": FOUR}).paths == tuple("abcd")
 
 
 def test_a_state_that_may_be_used_once_and_a_model_beside_it():
@@ -344,21 +329,28 @@ def test_the_loss_beside_each_path():
     assert lines[-42:][1:2] + lines[-1:] == ["w7: not moved, but the loss reaches it (frozen?)", "... and 20 more"]
 
 
-def test_errors():
-    with pytest.raises(TypeError, match=r"whose first item is the new model, got float32\[\]; return the model"):
-        tp.moved(lambda m: jnp.sum(m["a"]))(FOUR)
-    with pytest.raises(TypeError, match=r"got float32\[\], dict; write tp.moved\(lambda .* step\(.*\)\[1\]"):
-        tp.moved(lambda m: (jnp.sum(m["a"]), m))(FOUR)
-    with pytest.raises(TypeError, match="got float32"):  # a model that is one array is not any array
-        tp.moved(lambda w: (jnp.sum(w), w))(X)
-    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
-        tp.moved(lambda m: (m, float(jnp.sum(m["a"]))))(FOUR)
-    assert "so its control flow must not depend on values" in "".join(caught.value.__notes__)
+NO_MODEL = r"new model, got float32\[\]{}; if it is another item, write tp.moved\(lambda .* step\(.*\)\[1\]"
 
 
-def test_what_is_no_step_is_refused(without_type_checks):
-    with pytest.raises(TypeError, match=r"expected a training step, got dict; write tp.moved\(step\)\(model"):
-        tp.moved({"w": ramp(1)})
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: tp.moved(lambda m: jnp.sum(m["a"]))(FOUR), TypeError, NO_MODEL.format("")),
+        (lambda: tp.moved(lambda m: (jnp.sum(m["a"]), m))(FOUR), TypeError, NO_MODEL.format(", dict")),
+        (lambda: tp.moved(lambda w: (jnp.sum(w), w))(X), TypeError, "got float32"),  # such a model is not any array
+        (lambda: tp.moved({"w": X}), TypeError, r"a training step, got dict; write tp.moved\(step\)\(model"),
+        (lambda: tp.moved(lambda m: (m, float(m["a"][0])))(FOUR), TypeError, "must not depend on values"),
+        (lambda: tp.reached(lambda m: m["a"][0] if m["b"][0] > 0 else 0)(FOUR), TypeError, "must not depend on values"),
+        (lambda: tp.reached(lambda m: m["a"][m["b"] > 1])(FOUR), IndexError, "so its control flow must not depend on"),
+        (lambda: tp.grad(loss_of_two, unreached="error")(FOUR), ValueError, "trained parameters: 'b', 'd'; freeze"),
+        (lambda: tp.reached(lambda m: m["a"][0], has_aux=True)(FOUR), TypeError, r"must return a pair, \(value, aux\)"),
+    ],
+)  # fmt: skip
+def test_errors(call, error, words):
+    with pytest.raises(error) as caught:
+        call()
+    assert re.search(words, "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
 
 
 def _adds(model):
@@ -394,16 +386,15 @@ def test_refs_that_a_step_writes_are_named_and_not_in_the_layout(name):
 
 
 def test_a_ref_that_is_only_read_is_not_named():
-    def loss(model):
-        return jnp.sum(model["w"] * model["mean"][0])
+    read = lambda model: model["w"] * model["mean"][0]
 
     def step(model):
         count[...] += 1  # of nobody's model
-        return {**model, "w": model["w"] * model["mean"][0]}
+        return {**model, "w": read(model)}
 
     count, model = jax.new_ref(jnp.array(0)), with_refs()
     assert "ref" not in str(tp.moved(step)(model))
-    assert str(tp.moved(step, loss=loss)(model)).splitlines()[-1] == "w: moved, and the loss reaches it"
-    assert tp.moved(lambda model: model)(model).paths == ()
+    said = tp.moved(step, loss=lambda model: jnp.sum(read(model)))(model)
+    assert str(said).splitlines()[-1] == "w: moved, and the loss reaches it"
     del model["act"]
     assert jax.jit(lambda model: jnp.array(len(tp.moved(step)(model).paths)))(model) == 1

@@ -1,7 +1,6 @@
 """What a function reaches, read from its program, against what JAX's derivatives say."""
 
 import functools
-import inspect
 
 import equinox as eqx
 import jax
@@ -19,41 +18,22 @@ from .zoo import ZOO, ramp
 MODEL = {name: ramp(3) for name in "abcd"}
 
 
-@jax.custom_jvp
-def by_jvp(x, y):
-    return x * y
-
-
+by_jvp = jax.custom_jvp(lambda x, y: x * y)
 by_jvp.defjvp(lambda primals, tangents: (primals[0] * primals[1], tangents[0] * primals[1]))
 
 
 def with_vjp(second):
-    @jax.custom_vjp
-    def product(x, y):
-        return x * y
-
+    product = jax.custom_vjp(lambda x, y: x * y)
     product.defvjp(lambda x, y: (x * y, y), lambda y, cotangent: (cotangent * y, second(y, cotangent)))
     return product
 
 
-@jax.custom_jvp
-def counted(x, n):  # one result has no derivative
-    return x * n.astype(x.dtype), n
-
-
+counted = jax.custom_jvp(lambda x, n: (x * n.astype(x.dtype), n))  # one result has no derivative
 counted.defjvp(lambda p, t: ((p[0] * p[1].astype(p[0].dtype), p[1]), (2 * t[0], t[1])))
 
 
-@jax.custom_vjp
-def broken(x):
-    return 2 * x
-
-
-def _fails(_, cotangent):
-    raise NotImplementedError("no derivative")
-
-
-broken.defvjp(lambda x: (2 * x, None), _fails)
+broken = jax.custom_vjp(lambda x: 2 * x)
+broken.defvjp(lambda x: (2 * x, None), lambda _, cotangent: 1 / 0)
 
 
 def scanned(m):
@@ -86,10 +66,7 @@ def _(_, cotangent, perturbed, operands):  # a derivative in the second one only
 def _whole(rule):
     """The identity of a tree, with a rule of values and cotangents."""
 
-    @jax.custom_vjp
-    def identity(tree):
-        return tree
-
+    identity = jax.custom_vjp(lambda tree: tree)
     identity.defvjp(lambda tree: (tree, tree), lambda tree, cotangents: (jax.tree.map(rule, tree, cotangents),))
     return identity
 
@@ -326,33 +303,30 @@ def test_nothing_is_run():
 
 def test_within_transformations():
     gradient = tp.grad(lambda m, x: jnp.sum(m["a"] * x) ** 2, unreached="none")
-    expected = gradient(MODEL, 2.0)
-    models, twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), MODEL), jnp.full(2, 2.0)
+    models = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), MODEL)
+
+    @jax.jit
+    def ways(model, models, x):
+        mapped = jax.vmap(gradient)(models, x)
+        _, scanned = jax.lax.scan(lambda _, x: (None, gradient(model, x)), None, x)
+        of_a_norm = jax.grad(lambda m: jnp.sum(gradient(m, 2.0)["a"] ** 2))(model)
+        return gradient(model, 2.0), mapped, scanned, of_a_norm
+
+    expected, mapped, scanned, of_a_norm = ways(MODEL, models, np.full(2, 2, np.float32))
     assert sorted(path for path, leaf in expected.items() if leaf is not None) == ["a"]
-    assert eqx.tree_equal(jax.jit(gradient)(MODEL, 2.0), expected)
-    assert eqx.tree_equal(jax.vmap(gradient)(models, twice)["a"], jnp.stack([expected["a"]] * 2))
-    assert jax.vmap(gradient)(models, twice)["b"] is None
-    _, scanned = jax.lax.scan(lambda _, x: (None, gradient(MODEL, x)), None, twice)
-    assert eqx.tree_equal(scanned["a"][1], expected["a"])
-    of_a_norm = jax.grad(lambda m: jnp.sum(gradient(m, 2.0)["a"] ** 2))(MODEL)
-    np.testing.assert_allclose(of_a_norm["a"], 2 * 3 * 8 * expected["a"])
+    for each in (mapped, scanned):
+        np.testing.assert_allclose(each["a"], [expected["a"]] * 2, 1e-6)
+        assert each["b"] is None
+    np.testing.assert_allclose(of_a_norm["a"], 2 * 3 * 8 * expected["a"], 1e-6)
 
 
 def test_one_more_trace_and_nothing_in_the_program():
     traces = []
-
-    def f(m):
-        traces.append(1)
-        return jnp.sum(m["a"])
-
-    compiled = jax.jit(tp.grad(f, unreached="none"))
-    compiled(MODEL)
-    compiled(MODEL)
+    f = lambda m: traces.append(1) or jnp.sum(m["a"])
+    compiled = jax.jit(tp.grad(f, unreached="none")).lower(MODEL).compile()
     assert len(traces) == 2
-    by_hand = jax.jit(lambda m: jax.grad(lambda a: f(m | {"a": a}))(m["a"]))
-    assert compiled.lower(MODEL).compile().as_text().count(" = ") == by_hand.lower(MODEL).compile().as_text().count(
-        " = "
-    )
+    by_hand = jax.jit(lambda m: jax.grad(lambda a: f(m | {"a": a}))(m["a"])).lower(MODEL).compile()
+    assert compiled.as_text().count(" = ") == by_hand.as_text().count(" = ")
 
 
 def test_a_state_that_may_be_used_once():
@@ -368,56 +342,27 @@ def test_a_state_that_may_be_used_once():
     assert grads["norm"].weight is not None
 
 
-def test_errors():
-    loss = lambda m: jnp.sum(m["a"] * m["c"])
-    with pytest.raises(
-        ValueError, match=r"does not depend on these trained parameters: 'b', 'd'; freeze them, tp.layout\("
-    ):
-        tp.grad(loss, unreached="error")(MODEL)
-    np.testing.assert_array_equal(tp.grad(loss, ["a", "c"], unreached="error")(MODEL)["a"], MODEL["c"])
-    with pytest.raises(ValueError, match="unreached must be 'zeros', 'none' or 'error', got 'zero'"):
-        inspect.unwrap(tp.value_and_grad)(loss, unreached="zero")
-    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
-        tp.reached(lambda m: m["a"][0] if m["b"][0] > 0 else m["c"][0])(MODEL)
-    assert "so its control flow must not depend on values" in "".join(caught.value.__notes__)
-    with pytest.raises(IndexError) as caught:
-        tp.reached(lambda m: m["a"][m["b"] > 1])(MODEL)
-    assert "so its control flow must not depend on values" in "".join(caught.value.__notes__)
-    with pytest.raises(TypeError, match=r"with has_aux=True f must return a pair, \(value, aux\), got float32\[\]"):
-        tp.grad(lambda m: jnp.sum(m["a"]), has_aux=True, unreached="none")(MODEL)
-
-
 def test_programs_that_are_called_at_many_places_are_walked_once():
-    f = lambda x: jnp.sin(x)
+    f, g = lambda x: jnp.sin(x), lambda m: m
     for _ in range(30):  # 2^30 calls, if each were followed
-        f = jax.jit(lambda x, f=f: f(x) + f(x))
+        f, g = jax.jit(lambda x, f=f: f(x) + f(x)), jax.jit(lambda m, g=g: g(g(m)))
     assert tp.reached(lambda m: jnp.sum(f(m["a"])))(MODEL).paths == ("a",)
-
-
-# -- A case of users ----------------------------------------------------------------------------------------------
-
-
-class WithUnused(eqx.Module):
-    w: jax.Array
-    v: jax.Array
-
-    def __call__(self, x):
-        return self.w * x
+    assert tp.moved(g)(MODEL).paths == ()
 
 
 @pytest.mark.usefixtures("standard_promotion")  # Optax relies on it
 @pytest.mark.parametrize(("unreached", "kept"), [("none", 1.0), ("zeros", 0.99**2)])  # zeros: 0.1 * 0.1 decay each
-def test_a_field_that_is_never_used_stays_put_under_adamw(unreached, kept):
-    model = start = WithUnused(ramp(3), jnp.ones(2))
+def test_a_parameter_that_is_never_used_stays_put_under_adamw(unreached, kept):
+    model = start = {"w": ramp(3), "v": np.ones(2, np.float32)}
     tx = optim.trainable(optax.adamw(0.1, weight_decay=0.1))
     state = tx.init(model)
 
     @jax.jit
     def step(model, state):
-        grads = tp.grad(lambda model: jnp.sum(model(2.0) ** 2), state.layout, unreached=unreached)(model)
+        grads = tp.grad(lambda model: jnp.sum(model["w"] ** 2), state.layout, unreached=unreached)(model)
         return optim.step(tx, grads, state, model)
 
     for _ in range(2):
         model, state = step(model, state)
-    assert not np.array_equal(model.w, start.w)
-    np.testing.assert_allclose(model.v, kept * start.v, 0 if kept == 1 else 1e-6)
+    assert not np.array_equal(model["w"], start["w"])
+    np.testing.assert_allclose(model["v"], kept * start["v"], 0 if kept == 1 else 1e-6)

@@ -106,8 +106,10 @@ def test_ties_are_hatched_and_named_and_what_is_frozen_is_set_apart():
     assert {text.get_parse_math() for text in ax.texts} == {False}  # names are no mathematics
     assert sum(patch.get_hatch() is not None for patch in ax.patches) == 1
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["tied: at several paths", "frozen"]
-    with pytest.raises(TypeError, match="is a Layout, which fixes the trained parameters; drop `trainable`"):
+    with pytest.raises(TypeError, match="a Layout already fixes which parameters train; leave `trainable` out"):
         plot.layout(tp.layout(model()), "embed")
+    restructure = tp.ravel(model(), TRAINED)[1]
+    assert _picture(restructure)[1] == _picture(restructure.layout)[1]
 
 
 def test_names_keep_apart_and_many_neighbours_share_one():

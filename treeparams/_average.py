@@ -5,7 +5,7 @@ even if the average or the model holds one array at several: two counters that s
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -95,7 +95,7 @@ def ema(
     # A bfloat16 number has 8 significant bits. A step of 0.001 of the distance soon falls below half the spacing of
     # neighbouring numbers, and rounds to zero: the average stops moving, and nothing shows it.
     narrow = [parts.index.slots[slot] for slot in parts.index.narrow_slots]
-    step = weights.of_model
+    step = weights[0]
     if narrow and (isinstance(step, Tracer) or 0 < np.asarray(step) < 0.5):  # a step of half the distance arrives
         where = f", as at {narrow[0].path!r}," if narrow[0].path else ""
         warn(
@@ -201,7 +201,7 @@ class Ema(eqx.Module, Generic[M]):
             TypeError: the model is complex where the average is real.
         """
         decay, tau = (said(self.count) if callable(said) else said for said in (self.decay, self.tau))
-        step = _weights_of(decay, tau).of_model
+        step = _weights_of(decay, tau)[0]
         if self.warmup:
             step = jnp.maximum(step, 9 / (10 + self.count))
         weight = jnp.asarray(self.weight + step * (1 - self.weight), jnp.float32)
@@ -210,7 +210,7 @@ class Ema(eqx.Module, Generic[M]):
             # divided by the new weight is the same as dividing by the weight at the end, but the shadow is itself the
             # average at any time; the first step is 1, so that the values at the start go.
             step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
-        weights = _weights_of(None, step) if decay is None else _Weights(step, None)
+        weights = _weights_of(None, step) if decay is None else (step, None)
         olds, treedef = jtu.tree_flatten(self.shadow)
         rest, news = _average_step(self.rest, olds, model, weights, self.buffers)
         changed = jtu.tree_unflatten(treedef, news), rest, self.count + 1, weight
@@ -237,34 +237,27 @@ Ema.__module__ = "treeparams"
 # -- One step ----------------------------------------------------------------------------------------------------------
 
 
-class _Weights(NamedTuple):
-    """The weights of one step."""
-
-    of_model: ArrayLike
-    of_average: ArrayLike | None  # None: what `of_model` leaves of one
+_Weights = tuple[ArrayLike, ArrayLike | None]
+"""The weights of the model and of the average in one step; `None`: what the first leaves of one."""
 
 
 def _weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> _Weights:
     """Returns the weights for `decay` or `tau`; Python numbers are subtracted in double precision."""
-    if decay is None and tau is not None:
-        _check_weight("tau", tau)
-        return _Weights(tau, None if isinstance(tau, (int, float)) and tau == 1 else 1 - tau)
-    if decay is not None and tau is None:
-        _check_weight("decay", decay)
-        return _Weights(1 - decay, None)
-    raise TypeError(
-        "pass either decay, the weight of the average, or tau = 1 - decay, the weight of the model; got "
-        + ("neither" if tau is None else "both")
-    )
-
-
-def _check_weight(name: str, value: ArrayLike) -> None:
-    if not (isinstance(value, (int, float, np.generic)) or is_array(value)):
+    given = [(name, value) for name, value in (("decay", decay), ("tau", tau)) if value is not None]
+    if len(given) != 1:
+        raise TypeError(
+            "pass either decay, the weight of the average, or tau = 1 - decay, the weight of the model; got "
+            + ("both" if given else "neither")
+        )
+    ((name, value),) = given
+    is_number = isinstance(value, (int, float, np.generic))
+    if not (is_number or is_array(value)):
         raise TypeError(f"{name} must be a number in [0, 1], got {describe(value)}")
-    if jnp.ndim(value) != 0:
-        raise ValueError(f"{name} must be a scalar, got shape {jnp.shape(value)}")
-    if isinstance(value, (int, float, np.generic)) and not 0 <= value <= 1:
-        raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    if jnp.ndim(value) != 0 or (is_number and not 0 <= value <= 1):
+        raise ValueError(f"{name} must be a scalar between 0 and 1, got {value}")
+    if name == "decay":
+        return 1 - value, None
+    return value, None if is_number and value == 1 else 1 - value
 
 
 def _average_step(
@@ -356,12 +349,12 @@ def _mix(olds: Sequence[Any], news: Sequence[Any], weights: _Weights) -> list[An
 
 def _mix_one(old: jax.Array, new: ArrayLike, weights: _Weights) -> jax.Array:
     wide, new = widened(old.dtype), jnp.asarray(new)
-    of_new, start, end = (jnp.asarray(each).astype(wide) for each in (weights.of_model, old, new))
+    of_new, start, end = (jnp.asarray(each).astype(wide) for each in (weights[0], old, new))
     # An average that has overflowed, or is not a number, is replaced too where the model weighs one, and stays where
     # the average does.
     is_all, is_none = of_new == 1, of_new == 0
-    if weights.of_average is not None:
-        of_old = jnp.asarray(weights.of_average).astype(wide)
+    if weights[1] is not None:
+        of_old = jnp.asarray(weights[1]).astype(wide)
         if not is_complex(wide):
             # A choice after the sum would change how XLA fuses a product into it, and so the last bit. Adding -0.0
             # leaves every number as it is.

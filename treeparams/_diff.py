@@ -105,18 +105,16 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
 
     Raises:
         OSError: the file does not exist.
-        ValueError: `atol` or `rtol` is negative or NaN; a tree contains itself; a file is damaged.
-        TypeError: only one of the two is a `Layout`; `atol` or `rtol` is not a number.
+        ValueError: `atol` or `rtol` is not a number of at least 0; a tree contains itself; a file is damaged.
+        TypeError: only one of the two is a `Layout`.
         RuntimeError: an array to compare has been deleted, or is on devices of other processes.
     """
     tolerance = _tolerance("atol", atol), _tolerance("rtol", rtol)
+    if isinstance(a, Layout) and isinstance(b, Layout):
+        return a.diff(b)
     if isinstance(a, Layout) or isinstance(b, Layout):
-        if isinstance(a, Layout) and isinstance(b, Layout):
-            return a.diff(b)
-        other = type(b if isinstance(a, Layout) else a).__name__
-        raise TypeError(
-            f"expected two models or two layouts, got a Layout and a {other}; make a layout of both, tp.layout(model)"
-        )
+        got = " and ".join(f"a {type(each).__name__}" for each in (a, b))
+        raise TypeError(f"expected two models or two layouts, got {got}; make a layout of both, tp.layout(model)")
     if _is_of_files(a) or _is_of_files(b):
         return _diff_by_name(a, b, tolerance)
     ours, _, these = structure_of(a)
@@ -163,26 +161,17 @@ def _leaf_rows(
     if not (of_jax or one.shape == other.shape):
         return
     here, there = read()
-    if of_jax:
-        yield from _weak_type_rows(path, (one, here), (other, there))
+    weak = [of_jax and bool(getattr(array, "weak_type", False)) for array in (here, there)]
+    if weak[0] != weak[1]:
+        yield Difference(path, "weak type", describe(one) + ", weak" * weak[0], describe(other) + ", weak" * weak[1])
     if one.shape == other.shape and _is_concrete(here) and _is_concrete(there):
-        if of_jax:
+        if of_jax and isinstance(here, jax.Array) and isinstance(there, jax.Array):
             yield from _sharding_rows(path, here, there)
         yield from _element_rows(path, here, there, tolerance)
 
 
-def _weak_type_rows(path: str, *leaves: tuple[Spec, object]) -> Iterator[Difference]:
-    """Returns the row for two arrays, each given after its spec, if only one has a weak type."""
-    weak = [bool(getattr(array, "weak_type", False)) for _, array in leaves]
-    if weak[0] != weak[1]:
-        first, second = (describe(spec) + ", weak" * is_weak for (spec, _), is_weak in zip(leaves, weak, strict=True))
-        yield Difference(path, "weak type", first, second)
-
-
-def _sharding_rows(path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray) -> Iterator[Difference]:
-    """Returns the row for two JAX arrays of one shape that are placed differently, or of which one is committed."""
-    if not (isinstance(here, jax.Array) and isinstance(there, jax.Array)):
-        return
+def _sharding_rows(path: str, here: jax.Array, there: jax.Array) -> Iterator[Difference]:
+    """Yields the row for two arrays of one shape that are placed differently, or of which one is committed."""
     if not here.sharding.is_equivalent_to(there.sharding, here.ndim):
         first, second = _placed(here.sharding), _placed(there.sharding)
         yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
@@ -192,13 +181,10 @@ def _sharding_rows(path: str, here: jax.Array | np.ndarray, there: jax.Array | n
 
 
 def _tolerance(name: str, value: float | int | None) -> float:
-    if value is None:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
-        raise TypeError(f"{name} must be a number, at least 0, or None, got {value!r}")
-    if not float(value) >= 0:
-        raise ValueError(f"{name} must be at least 0, got {value!r}")
-    return float(value)
+    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
+    if not (value is None or (is_number and float(value) >= 0)):
+        raise ValueError(f"{name} must be a number, at least 0, or None, got {value!r}")
+    return float(value or 0)
 
 
 def _is_concrete(leaf: object) -> bool:

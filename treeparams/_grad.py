@@ -94,9 +94,7 @@ def value_and_grad(
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
-    _check_loss_options(trainable, has_aux)
-    if unreached not in get_args(Unreached):
-        raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
+    _check_options(trainable, has_aux, unreached)
     if f is None:
         return functools.partial(value_and_grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
     call = _checked_loss(f, "value_and_grad")
@@ -115,9 +113,7 @@ def value_and_grad(
                 f"tp.layout(model, freeze=[{missed[0]!r}]), or pass unreached='none'"
             )
 
-        def of_slots(slots: Sequence[Any]) -> Any:
-            return call(parts.model(slots), *args, **kwargs)
-
+        of_slots = lambda slots: call(parts.model(slots), *args, **kwargs)
         try:
             with naming_deleted(model):
                 value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
@@ -262,7 +258,9 @@ def accumulate(
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
         parts, examples = take_apart(model, trainable), _count_examples(batch)
-        devices = math.lcm(*(_split_over(array) for array in jax.tree.leaves(batch)))
+        # Over how many devices the leading axes are split, as the types say.
+        avals = map(jax.typeof, jax.tree.leaves(batch))
+        devices = math.lcm(*(examples // aval.sharding.shard_shape(aval.shape)[0] for aval in avals))
         if not parts.slots:
             warn_of_nothing(parts.index)
 
@@ -306,13 +304,6 @@ def _summed(
     return value.astype(dtypes[0]), [each.astype(slot.dtype) for each, slot in zip(grads, slots, strict=True)]
 
 
-def _split_over(array: ArrayLike) -> int:
-    """Returns over how many devices the leading axis of an array is split by type."""
-    sharding = jax.typeof(array).sharding
-    axes = sharding.spec[0] or ()
-    return math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
-
-
 def _count_examples(batch: PyTree) -> int:
     """Returns the number of examples: the length of the first axis of all arrays."""
     arrays = jtu.tree_flatten_with_path(batch)[0]
@@ -339,8 +330,8 @@ def _checked_loss(f: Any, verb: str) -> Callable[..., Any]:
     return f
 
 
-def _check_loss_options(trainable: object, has_aux: object) -> None:
-    """Raises a `TypeError` if an argument of the loss or of `jax.grad` was passed in place of an option."""
+def _check_options(trainable: object, has_aux: object, unreached: object) -> None:
+    """Raises an error if an option is none, or an argument of the loss or of `jax.grad` was passed in its place."""
     if isinstance(trainable, int) and not isinstance(trainable, bool):
         raise TypeError(
             "gradients are with respect to the model, the first argument of the loss; drop the number, got "
@@ -354,6 +345,8 @@ def _check_loss_options(trainable: object, has_aux: object) -> None:
         )
     if not isinstance(has_aux, bool):
         raise TypeError(f"has_aux must be True or False, got {describe(has_aux)}; write tp.grad(loss)(model, x)")
+    if unreached not in get_args(Unreached):
+        raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
 
 
 def _check_result(of_slots: Callable[..., Any], slots: Sequence[Any], has_aux: bool, error: TypeError) -> None:
@@ -366,12 +359,9 @@ def _check_result(of_slots: Callable[..., Any], slots: Sequence[Any], has_aux: b
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(f"with has_aux=True the loss must return (value, aux), got {got}; drop has_aux=True") from error
     value = result[0] if has_aux else result
-    if isinstance(value, tuple):
-        remedy = "; if the other items are auxiliary, write has_aux=True"
-    elif getattr(value, "shape", ()) != ():
-        remedy = "; write jnp.mean(...) or jnp.sum(...) of it"
-    else:
-        remedy = ""
-    if remedy or value is None or not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
-        got = got if value is result else describe(value)
-        raise TypeError(f"expected the loss to return a real scalar, got {got}{remedy}") from error
+    dtype = getattr(value, "dtype", object)
+    if getattr(value, "shape", None) != () or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"expected the loss to return a real scalar, got {describe(value) if has_aux else got}; write jnp.mean(...)"
+            " or jnp.sum(...) of an array; if it is the first of several results, write has_aux=True"
+        ) from error

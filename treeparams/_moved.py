@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeGuard, cast
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from ._programs import Kind, Marks, is_floating, kind_of, makes_zeros, traced
 from ._reached import reached
@@ -13,7 +13,7 @@ from ._slots.accidents import keep_apart
 from ._slots.index import Index
 from ._slots.layout import Layout, index_of, look_up, trained_at
 from ._slots.parts import arrays_in, as_rest, index_in, put_together, with_kept_arrays
-from ._tree.structure import Structure, flatten, same_treedef, structure_of
+from ._tree.structure import flatten, same_treedef, structure_of
 from ._tree.text import describe, first_lines
 from ._tree.types import PyTree, TreeDef, is_inexact
 
@@ -78,45 +78,39 @@ def moved(
     def layout_of(model: Any, /, *args: Any, **kwargs: Any) -> Layout:
         leaves, treedef, structure = structure_of(model)
         known, index = look_up(structure, layout, leaves)
+        own = [i for i in structure.parameters if i not in structure.refs]
 
         def after(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-            return _parameters_in(call(model, *args, **kwargs), treedef, structure)
+            return _leaves_of_model(call(model, *args, **kwargs), treedef, [(i, structure.spec(i).shape) for i in own])
 
-        changed, written = _leaves_changed(after, index, model, (args, kwargs))
+        changed, written = _leaves_changed(after, index, own, model, (args, kwargs))
         moves = {index.sources.get(i, i) for i in changed}
         found = trained_at(known, sorted(moves))
         refs = [structure.paths[i] for i in sorted(structure.refs) if id(leaves[i]) in written]
         notes = [f"{path}: a ref, which the step writes" for path in refs]
         if loss is not None:
-            hit = reached(loss, trained_at(known, index.distinct))(model)
-            notes += _notes(index, moves, set(index_of(hit).positions))
+            hit = index_of(reached(loss, trained_at(known, index.distinct))(model)).positions
+            pairs = {i: (i in moves, i in hit) for i in index.distinct if i not in structure.refs}
+            rows = [f"{structure.paths[i]}: {said}" for key, said in _SAID.items() for i in pairs if pairs[i] == key]
+            notes += first_lines(rows, 40).splitlines()
         return Layout(index_of(found), notes) if notes else found
 
     return cast(Any, layout_of)
 
 
-def _notes(index: Index, moves: set[int], hit: set[int]) -> list[str]:
-    """Describes for each parameter whether it moves and whether the loss reaches it; the mismatches come first."""
-    words = {
-        (True, False): "moved, and the loss does not reach it (weight decay?)",
-        (False, True): "not moved, but the loss reaches it (frozen?)",
-        (True, True): "moved, and the loss reaches it",
-        (False, False): "not moved, and the loss does not reach it",
-    }
-    paths = index.structure.paths
-    rows = [
-        f"{paths[i]}: {said}"
-        for key, said in words.items()
-        for i in index.distinct
-        if (i in moves, i in hit) == key and i not in index.structure.refs
-    ]
-    return first_lines(rows, 40).splitlines()
+# Whether a parameter moves, and whether the loss reaches it; the mismatches come first.
+_SAID = {
+    (True, False): "moved, and the loss does not reach it (weight decay?)",
+    (False, True): "not moved, but the loss reaches it (frozen?)",
+    (True, True): "moved, and the loss reaches it",
+    (False, False): "not moved, and the loss does not reach it",
+}
 
 
 def _leaves_changed(
-    step: Callable[..., list[Any]], index: Index, model: PyTree, rest: tuple[PyTree, PyTree]
+    step: Callable[..., list[Any]], index: Index, own: Sequence[int], model: PyTree, rest: tuple[PyTree, PyTree]
 ) -> tuple[list[int], set[int]]:
-    """Returns the leaves that the new model may not hold unchanged, and the ids of the refs that are written."""
+    """Returns which leaves of these the new model may not hold unchanged, and the ids of the refs that are written."""
     # Two trees, since a state may hold arrays of the model that it was made from, and changes without them.
     halves = as_rest(model), as_rest(rest)
 
@@ -129,54 +123,35 @@ def _leaves_changed(
     program = traced(of_arrays, *arrays)
     # The arrays of a tie are one, also where they came apart on the way here.
     tied = {each.leaf: each.source for each in index.ties if not each.transforms}
-    dtypes = {i: index.structure.spec(i).dtype for i in _arrays(index.structure)}
-    own = {i: frozenset({_Given(tied.get(i, i), dtype)}) for i, dtype in dtypes.items()}
+    dtypes = {i: index.structure.spec(i).dtype for i in own}
+    given = {i: frozenset({_Given(tied.get(i, i), dtype)}) for i, dtype in dtypes.items()}
     order = index_in(halves[0]).gathers.order
-    given = {order[i]: mark for i, mark in own.items()}
-    marks = [given.get(k, _ANY) for k in range(len(arrays[0]))] + [_ANY] * len(arrays[1])
+    marks: list[_Mark] = [_ANY for its in arrays for _ in its]
+    for i, mark in given.items():
+        marks[order[i]] = mark
     after = zip(own, _Same().follow(program, marks), program.out_avals, strict=True)
-    changed = [i for i, new, aval in after if new != own[i] or getattr(aval, "dtype", None) != dtypes[i]]
-    return changed, {id(program.consts[k]) for k in _constants_written(program)}
-
-
-def _arrays(structure: Structure) -> list[int]:
-    """Returns the parameters that are no refs."""
-    return [i for i in structure.parameters if i not in structure.refs]
-
-
-def _constants_written(program: ClosedJaxpr) -> list[int]:
-    """Returns the positions of the constants that a program writes; the refs of a model are among its constants."""
-    # A variable since JAX 0.8, its number before. Other effects than reading write, or have no input.
+    changed = [i for i, new, aval in after if new != given[i] or getattr(aval, "dtype", None) != dtypes[i]]
+    # The refs of a model are constants of the program. An effect names a variable since JAX 0.8, its number before;
+    # others than reading write, or have no input.
     effects = [each for each in program.effects if type(each).__name__ != "ReadEffect"]
     inputs = [getattr(each, "input", getattr(each, "input_index", None)) for each in effects]
-    return [k for k, variable in enumerate(program.jaxpr.constvars) if variable in inputs or k in inputs]
+    constants = enumerate(zip(program.jaxpr.constvars, program.consts, strict=True))
+    return changed, {id(ref) for k, (variable, ref) in constants if variable in inputs or k in inputs}
 
 
-def _parameters_in(out: object, treedef: TreeDef, structure: Structure) -> list[Any]:
-    """Returns the parameters of the new model from the result of a step."""
+def _leaves_of_model(out: Any, treedef: TreeDef, shapes: Sequence[tuple[int, tuple[int, ...]]]) -> list[Any]:
+    """Returns the leaves of these numbers and shapes of the new model, from the result of a step."""
     items = list(out) if isinstance(out, (tuple, list)) else []
-    found = [_parameters(each, treedef, structure) for each in [out, *items]]
-    new = next((each for each in found[:2] if each is not None), None)
-    if new is not None:
-        return new
-    instead = "return the model from step(model, ...); for the parameters of a loss, write tp.reached(loss)(model)"
-    for k, each in enumerate(found[1:]):
-        if each is not None:
-            instead = f"write tp.moved(lambda model, *args: step(model, *args)[{k}])(model, ...)"
+    for tree in (out, *items[:1]):
+        leaves, got = flatten(tree)
+        if same_treedef(got, treedef) and all(getattr(leaves[i], "shape", None) == shape for i, shape in shapes):
+            return [leaves[i] for i, _ in shapes]
     raise TypeError(
         "expected a step that returns the new model, or a tuple whose first item is the new model, got "
-        f"{', '.join(map(describe, items or [out]))}; {instead}"
+        f"{', '.join(map(describe, items or [out]))}; if it is another item, write "
+        "tp.moved(lambda model, *args: step(model, *args)[1])(model, ...); for the parameters of a loss, write "
+        "tp.reached(loss)(model)"
     )
-
-
-def _parameters(tree: PyTree, treedef: TreeDef, structure: Structure) -> list[Any] | None:
-    """Returns the parameters of a tree that has the structure of the model, otherwise `None`."""
-    leaves, got = flatten(tree)
-    if not same_treedef(got, treedef):
-        return None
-    found = [leaves[i] for i in _arrays(structure)]
-    shapes = [structure.spec(i).shape for i in _arrays(structure)]
-    return found if [getattr(leaf, "shape", None) for leaf in found] == shapes else None
 
 
 # -- What a value may be -----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ parameter that goes into an opaque operation is reached, and has moved; its elem
 no loop.
 """
 
+import contextlib
 import enum
 import functools
 import operator
@@ -102,17 +103,13 @@ _VALUES["scatter-add"] = _VALUES["scatter"]
 
 def operation_name(eqn: JaxprEqn) -> str:
     """Returns the name of an operation."""
-    return type(eqn.params["_prim"]).__name__ if is_high(eqn) else eqn.primitive.name
+    # A hi primitive, one of those that JAX lowers to others (`jax.experimental.hijax`), is a parameter.
+    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
 
 
 def kind_of(eqn: JaxprEqn) -> Kind:
     """Returns the facts known about an operation."""
     return _KINDS.get(eqn.primitive.name) or _KINDS.get(operation_name(eqn), Kind(0))
-
-
-def is_high(eqn: JaxprEqn) -> bool:
-    """Returns whether an operation is one of those that JAX lowers to others (`jax.experimental.hijax`)."""
-    return eqn.primitive.name == "call_hi_primitive"
 
 
 def makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
@@ -174,11 +171,30 @@ class Walk(Generic[V]):
 
     def program_of(self, eqn: JaxprEqn) -> ClosedJaxpr | None:
         """Returns the program that an operation runs on its own operands, or `None`."""
-        if not is_high(eqn):
-            return called(eqn)
+        if "_prim" not in eqn.params:
+            ends = len(eqn.invars), len(eqn.outvars)
+            within = programs(eqn) if Kind.CALLS in kind_of(eqn) else ()
+            return next((each for each in within if (len(each.jaxpr.invars), len(each.jaxpr.outvars)) == ends), None)
         if id(eqn) not in self._lowered:
             self._lowered[id(eqn)] = eqn, _lowered(eqn)
         return self._lowered[id(eqn)][1]
+
+    @staticmethod
+    def scan_operands(eqn: JaxprEqn, its: list[V]) -> tuple[list[V], list[V], list[V]]:
+        """Returns the operands of a scan that stay as they are, those that are carried, and those that it goes over."""
+        params = eqn.params
+        if "ft_in" in params:  # since JAX 0.12
+            fixed, count, _ = map(len, params["ft_in"].unpack())
+        else:
+            fixed, count = params["num_consts"], params["num_carry"]
+        return its[:fixed], its[fixed : fixed + count], its[fixed + count :]
+
+    def while_round(self, eqn: JaxprEqn, its: list[V], carried: list[V]) -> tuple[V, list[V]]:
+        """Returns the value of a loop's condition, and those that it carries after one more round."""
+        params = eqn.params
+        start, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        (goes_on,) = self.run(params["cond_jaxpr"], [*its[:start], *carried])
+        return goes_on, self.run(params["body_jaxpr"], [*its[start:end], *carried])
 
     def constant(self, value: Any) -> V:
         """Returns the value of a constant, which is `None` if it is not available."""
@@ -189,7 +205,7 @@ class Walk(Generic[V]):
         raise NotImplementedError
 
 
-class Cell:
+class _Cell:
     """The mark of the array in a ref. An operation that writes to the ref changes it."""
 
     def __init__(self, mark: Any, lasts: bool = False) -> None:
@@ -210,16 +226,16 @@ class Marks(Walk[Any]):
     def __init__(self) -> None:
         super().__init__()
         self._done: dict[tuple[Any, ...], list[Any]] = {}  # many operations may call one program
-        self._cells: list[Cell] = []
-        self._refs: dict[int, Cell] = {}  # of constants, by their id
+        self._cells: list[_Cell] = []
+        self._refs: dict[int, _Cell] = {}  # of constants, by their id
 
     def follow(self, program: ClosedJaxpr, marks: Sequence[Any]) -> list[Any]:
         """Returns the marks of a program's results; the mark of a ref is that of the array in it."""
         pairs = zip(program.jaxpr.invars, marks, strict=True)
         return self.run(program, [self._cell(mark) if is_ref(var) else mark for var, mark in pairs])
 
-    def _cell(self, mark: Any, lasts: bool = False) -> Cell:
-        self._cells.append(Cell(mark, lasts))
+    def _cell(self, mark: Any, lasts: bool = False) -> _Cell:
+        self._cells.append(_Cell(mark, lasts))
         return self._cells[-1]
 
     def run(self, program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -257,14 +273,21 @@ class Marks(Walk[Any]):
         """Returns the marks of an operation's results."""
         if Kind.REF in kind_of(eqn):
             return self._of_ref(eqn, its)
-        refs = [each for each in its if isinstance(each, Cell)]
-        if not refs or self.within(eqn) is not None:
-            return super().step(eqn, its)
+        refs = [each for each in its if isinstance(each, _Cell)]
+        if not refs:
+            return self.pure(eqn, its)
+        within = self.within(eqn)
+        if within is not None:
+            return within(its)
         # Whoever is given a ref may write all that it has been given.
-        every = self.opaque([each.mark if isinstance(each, Cell) else each for each in its])
+        every = self.opaque([each.mark if isinstance(each, _Cell) else each for each in its])
         for ref in refs:
             ref.mark |= every
         return [every] * len(eqn.outvars)
+
+    def pure(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+        """Returns the marks of the results of an operation that is given no refs."""
+        return super().step(eqn, its)
 
     def operation(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         """Returns the marks of the results of an operation that runs no program."""
@@ -272,7 +295,7 @@ class Marks(Walk[Any]):
 
     def opaque(self, marks: Sequence[Any]) -> Any:
         """Returns the mark of whatever is computed from these."""
-        return functools.reduce(operator.or_, marks, self.nothing)
+        return self.parts(marks)
 
     def parts(self, marks: Sequence[Any]) -> Any:
         """Returns the mark of an array that consists of elements of some of these, chosen by the others."""
@@ -286,7 +309,8 @@ class Marks(Walk[Any]):
         held = ref.mark
         if name == "freeze":
             return [held]
-        is_whole = len(given) == int(name != "get") and eqn.params["tree"] == _whole_ref(_type_in_ref(eqn))
+        aval: Any = eqn.invars[0].aval
+        is_whole = len(given) == int(name != "get") and eqn.params["tree"] == _whole_ref(aval.inner_aval)
         if name == "addupdate":
             ref.mark = self.opaque([held, *given])
             return []
@@ -326,20 +350,19 @@ class Marks(Walk[Any]):
 
     def of_scan(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         """Returns the marks of a scan."""
-        fixed, carried, along = scan_operands(eqn, its)
+        fixed, carried, along = self.scan_operands(eqn, its)
         rows = [self.row(eqn, mark) for mark in along]
         after, found = self._loop(eqn, lambda now: self.run(eqn.params["jaxpr"], [*fixed, *now, *rows]), carried)
         return [*after, *(self.rows(eqn, mark) for mark in found[len(carried) :])]
 
     def of_while(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         """Returns the marks of a loop: how often its body runs is up to the condition, so all depends on that."""
-        start, end, condition, body = while_parts(eqn)
 
         def once(carried: list[Any]) -> list[Any]:
-            (goes_on,) = self.run(condition, [*its[:start], *carried])
-            return [self.chooses(goes_on) | each for each in self.run(body, [*its[start:end], *carried])]
+            goes_on, found = self.while_round(eqn, its, carried)
+            return [self.chooses(goes_on) | each for each in found]
 
-        return self._loop(eqn, once, its[end:])[0]
+        return self._loop(eqn, once, its[len(its) - len(eqn.outvars) :])[0]
 
     def _loop(
         self, eqn: JaxprEqn, once: Callable[[list[Any]], list[Any]], carried: list[Any]
@@ -367,11 +390,6 @@ class Marks(Walk[Any]):
             ref.mark = mark
 
 
-def _type_in_ref(eqn: JaxprEqn) -> Any:
-    aval: Any = eqn.invars[0].aval
-    return aval.inner_aval
-
-
 @functools.lru_cache(256)
 def _whole_ref(aval: Any) -> Any:
     """Returns the index that JAX writes for `...` where a ref of this type is read or written."""
@@ -379,13 +397,6 @@ def _whole_ref(aval: Any) -> Any:
 
 
 # -- Operations --------------------------------------------------------------------------------------------------------
-
-
-def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns the program that an operation of the table calls with its own operands, or `None`."""
-    ends = len(eqn.invars), len(eqn.outvars)
-    within = programs(eqn) if Kind.CALLS in kind_of(eqn) else ()
-    return next((each for each in within if (len(each.jaxpr.invars), len(each.jaxpr.outvars)) == ends), None)
 
 
 def _lowered(eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -399,30 +410,9 @@ def _lowered(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def programs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """Returns the programs in the parameters of an operation; constants that are not available are `None`."""
     values = [each if isinstance(each, (tuple, list)) else (each,) for each in eqn.params.values()]
-    return [_as_closed(each) for value in values for each in value if isinstance(each, (ClosedJaxpr, Jaxpr))]
-
-
-def _as_closed(program: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
-    """Returns a program with the values of its constants, which are `None` if they are not available."""
-    is_closed = isinstance(program, ClosedJaxpr)
-    return program if is_closed else ClosedJaxpr(program, [None] * len(program.constvars))
-
-
-def scan_operands(eqn: JaxprEqn, its: list[V]) -> tuple[list[V], list[V], list[V]]:
-    """Returns the operands of a scan that stay as they are, those that are carried, and those that it goes over."""
-    params = eqn.params
-    if "ft_in" in params:  # since JAX 0.12
-        fixed, count, _ = map(len, params["ft_in"].unpack())
-    else:
-        fixed, count = params["num_consts"], params["num_carry"]
-    return its[:fixed], its[fixed : fixed + count], its[fixed + count :]
-
-
-def while_parts(eqn: JaxprEqn) -> tuple[int, int, ClosedJaxpr, ClosedJaxpr]:
-    """Returns where the constants of a loop's condition and of its body end among its operands, and both programs."""
-    params = eqn.params
-    start = params["cond_nconsts"]
-    return start, start + params["body_nconsts"], params["cond_jaxpr"], params["body_jaxpr"]
+    found = [each for value in values for each in value if isinstance(each, (ClosedJaxpr, Jaxpr))]
+    closed = lambda program: ClosedJaxpr(program, [None] * len(program.constvars))
+    return [each if isinstance(each, ClosedJaxpr) else closed(each) for each in found]
 
 
 def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
@@ -434,34 +424,30 @@ def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def derivative(eqn: JaxprEqn, moves: Sequence[bool]) -> ClosedJaxpr:
-    """Returns the program of an operation and its derivative with respect to the operands that move.
+def derivative(eqn: JaxprEqn, moves: Sequence[bool]) -> tuple[ClosedJaxpr, bool]:
+    """Returns the program of an operation and its derivative in the operands that move, and whether it is backwards.
 
-    It maps operands and tangents, one for each operand, to results and their tangents.
+    Forwards it maps operands and tangents, one for each operand, to results and their tangents. Backwards, for a rule
+    for cotangents, it maps operands and cotangents, one for each result, to the floating results and the cotangents of
+    the operands that move.
     """
 
-    def of(values: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+    def forwards(values: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
         moving, still = eqx.partition(values, list(moves))
         along = eqx.filter(tangents, list(moves))
         return jax.jvp(lambda moving: bind(eqn, eqx.combine(moving, still)), (moving,), (along,))
 
-    operands = [atom.aval for atom in eqn.invars]
-    return jax.make_jaxpr(of)(operands, operands)
-
-
-def backward(eqn: JaxprEqn, moves: Sequence[bool]) -> ClosedJaxpr:
-    """Returns the program of an operation and its derivative backwards, with respect to the operands that move.
-
-    It maps operands and cotangents, one for each result, to results and the cotangents of the operands that move.
-    """
-    kept = [is_floating(var.aval) for var in eqn.outvars]
-
-    def of(values: list[Any], cotangents: list[Any]) -> tuple[list[Any], Any]:
+    def backwards(values: list[Any], cotangents: list[Any]) -> tuple[list[Any], Any]:
         moving, still = eqx.partition(values, list(moves))
         outs, pull_back = jax.vjp(lambda moving: eqx.filter(bind(eqn, eqx.combine(moving, still)), kept), moving)
         return outs, pull_back(eqx.filter(cotangents, kept))
 
-    return jax.make_jaxpr(of)([atom.aval for atom in eqn.invars], [var.aval for var in eqn.outvars])
+    operands, results = ([var.aval for var in some] for some in (eqn.invars, eqn.outvars))
+    kept = list(map(is_floating, results))
+    if Kind.BACKWARD not in kind_of(eqn):
+        with contextlib.suppress(TypeError):  # a hi primitive without a rule for tangents
+            return jax.make_jaxpr(forwards)(operands, operands), False
+    return jax.make_jaxpr(backwards)(operands, results), True
 
 
 def traced(f: Callable[..., Any], *args: Any) -> ClosedJaxpr:

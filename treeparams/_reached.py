@@ -7,9 +7,9 @@ from typing import Any, ParamSpec, cast
 
 import jax
 import jax.tree_util as jtu
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from ._programs import Cell, Kind, Marks, backward, derivative, is_floating, is_high, kind_of, makes_zeros, traced
+from ._programs import Kind, Marks, derivative, is_floating, kind_of, makes_zeros, traced
 from ._slots.layout import Layout, Trainable, trained_at
 from ._slots.parts import Parts, put_together, take_apart
 from ._tree.text import describe
@@ -101,19 +101,16 @@ class _Differentiable(Marks):
         # again where the same line calls it.
         self._adding: dict[tuple[Any, ...], list[int] | None] = {}
 
-    def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
+    def pure(self, eqn: JaxprEqn, its: list[int]) -> Sequence[int]:
         """Returns the marks of an operation's results, without those that its derivative does not pass on."""
         kind, floating = kind_of(eqn), [is_floating(var.aval) for var in eqn.outvars]
-        if Kind.REF in kind or any(isinstance(each, Cell) for each in its):
-            found = super().step(eqn, its)
-            return [each if yes or isinstance(each, Cell) else 0 for each, yes in zip(found, floating, strict=True)]
         if not any(its) or Kind.FLAT in kind or not any(floating):
             return [0] * len(floating)
-        if Kind.RULE in kind or is_high(eqn):
+        if Kind.RULE in kind or "_prim" in eqn.params:
             found = self._by_rule(eqn, its, floating)
         else:
             # Where an entry goes when sorted is no derivative.
-            found = its if eqn.primitive.name == "sort" else super().step(eqn, its)
+            found = its if eqn.primitive.name == "sort" else super().pure(eqn, its)
             shared = self._additions(found)
             found = [each | shared for each in found]
         return [each if yes else 0 for each, yes in zip(found, floating, strict=True)]
@@ -150,41 +147,28 @@ def _dependence(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list
 
     If the rule is for cotangents, it also returns the operands whose cotangent may be nonzero at zero cotangents.
     """
-    if Kind.BACKWARD in kind_of(eqn):
-        return _by_cotangents(eqn, moves)
-    try:
-        program = derivative(eqn, moves)
-    except TypeError:  # a hi primitive without a rule for tangents
-        return _by_cotangents(eqn, moves)
-    count = len(eqn.invars)
-    tangents = _dependent(program, count, count)[len(eqn.outvars) :]
-    return [[i for i in _operands_of(row, count) if moves[i]] for row in tangents], None
-
-
-def _by_cotangents(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int]]:
-    # The rule gives the results for each operand, and this function inverts that relation.
-    program, count = backward(eqn, moves), len(eqn.outvars)
+    program, is_backward = derivative(eqn, moves)
+    operands, results = len(eqn.invars), len(eqn.outvars)
+    along = results if is_backward else operands
+    other = 1 << along
+    found = _Dependent(other).follow(program, [*[other] * operands, *(1 << i for i in range(along))])
+    # Of which tangents, or cotangents, each depends; of all of them if it has only the other mark, which means doubt.
+    of = [[i for i in range(along) if mark >> i & 1] or list(range(along if mark else 0)) for mark in found]
+    if not is_backward:
+        return [[i for i in row if moves[i]] for row in of[results:]], None
     moving = [i for i, move in enumerate(moves) if move]
-    columns = dict(zip(moving, _dependent(program, len(moves), count)[-len(moving) :], strict=True))
-    rows = [[i for i, column in columns.items() if result in _operands_of(column, count)] for result in range(count)]
-    return rows, [i for i, column in columns.items() if column >> count]
-
-
-def _operands_of(mark: int, count: int) -> list[int]:
-    """Returns which of the first marks a value has; all of them if it has only another mark, which means doubt."""
-    return [i for i in range(count) if mark >> i & 1] or list(range(count if mark else 0))
-
-
-def _dependent(program: ClosedJaxpr, others: int, along: int) -> list[int]:
-    """Returns the marks of a program's results: one for each of its last arguments on which they depend.
-
-    One more mark means that a value may be nonzero where all of these arguments are zeros, because of other arguments,
-    constants, or operations that turn zeros into other numbers.
-    """
-    return _Dependent(1 << along).follow(program, [*[1 << along] * others, *(1 << i for i in range(along))])
+    columns = dict(zip(moving, of[-len(moving) :], strict=True))
+    rows = [[i for i, column in columns.items() if result in column] for result in range(results)]
+    return rows, [i for i, mark in zip(moving, found[-len(moving) :], strict=True) if mark >> along]
 
 
 class _Dependent(Marks):
+    """Carries a mark for each tangent, or cotangent, that a value depends on.
+
+    One more mark, the other one, means that it may be nonzero where all of these are zeros, because of operands,
+    constants, or operations that turn zeros into other numbers.
+    """
+
     def __init__(self, other: int) -> None:
         super().__init__()
         self._other = other

@@ -1,7 +1,6 @@
 """Walks over the trained parameters of a model, each slot once, with other trees that are matched by path; the norm."""
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -83,10 +82,9 @@ def maptrainable(
             parameter and you did not pass `tied`; `tied` does not have one word per tree; see also `tp.layout`.
         TypeError: `f` is not a function; see also `tp.layout`.
     """
-    parts = take_apart(model, trainable)
-    _check_function(f, model, parts)
+    parts, arguments = _taken(f, model, rest, trainable, tied, with_path)
     with naming_deleted(model):
-        results = list(map(f, *_arguments(parts, rest, tied, with_path)))
+        results = list(map(f, *arguments))
     # Asked of the types, of which there are few, so that no call is made for each leaf.
     if any(issubclass(kind, np.generic) for kind in set(map(type, results))):
         for i, (result, leaf) in enumerate(zip(results, parts.slots, strict=True)):
@@ -95,26 +93,25 @@ def maptrainable(
     return parts.model(results)
 
 
-def _check_function(f: object, model: PyTree, parts: Parts) -> None:
-    """Raises a `TypeError` if a model, which may be callable, is passed in place of the function."""
+def _taken(
+    f: object,
+    model: M,
+    trees: Sequence[PyTree],
+    trainable: Trainable,
+    tied: Tied | Sequence[Tied],
+    with_path: bool,
+) -> tuple[Parts[M], list[Sequence[Any]]]:
+    """Returns a model taken apart, and the arguments of `f`: paths if asked for, values, entries of other trees."""
+    parts = take_apart(model, trainable)
+    # A model may be callable too.
     if not callable(f) or (callable(model) and not parts.slots and any(map(is_array, jax.tree.leaves(f)))):
         orders = "tp.maptrainable(f, model), tp.mapreduce(f, op, model, init=0)"
         raise TypeError(f"the function comes first: {orders}; got {describe(f)} in its place")
-
-
-def _arguments(
-    parts: Parts, trees: Sequence[PyTree], tied: Tied | Sequence[Tied], with_path: bool
-) -> list[Sequence[Any]]:
-    """Returns the arguments of a function, one list for each: paths if asked for, values, entries of other trees."""
-    return [*([parts.layout.paths] if with_path else []), parts.slots, *_others(parts, trees, tied)]
-
-
-def _others(parts: Parts, trees: Sequence[PyTree], tied: Tied | Sequence[Tied]) -> list[list[Any]]:
-    """Returns the entries of each of the other trees, one for each slot."""
     words: list[Tied] = [tied] * len(trees) if tied is None or isinstance(tied, str) else list(tied)
     if len(words) != len(trees):
         raise ValueError(f"tied has {len(words)} words for {len(trees)} trees besides the model; pass one per tree")
-    return [per_slot(parts.index, tree, word) for tree, word in zip(trees, words, strict=True)]
+    others = [per_slot(parts.index, tree, word) for tree, word in zip(trees, words, strict=True)]
+    return parts, [*([parts.layout.paths] if with_path else []), parts.slots, *others]
 
 
 def biwalk(
@@ -142,8 +139,7 @@ def biwalk(
         ValueError: see `maptrainable`; raised by the call, not by the first step of the iteration.
         TypeError: see `tp.layout`.
     """
-    parts = take_apart(model, trainable)
-    return zip(parts.layout.paths, parts.slots, *_others(parts, [other], tied), strict=True)
+    return zip(*_taken(tuple, model, [other], trainable, tied, with_path=True)[1], strict=True)
 
 
 def mapreduce(
@@ -183,12 +179,7 @@ def mapreduce(
         ValueError: see `maptrainable`.
         TypeError: see `tp.layout`.
     """
-    parts = take_apart(model, trainable)
-    _check_function(f, model, parts)
-    accumulated = init
-    for result in map(f, *_arguments(parts, rest, tied, with_path)):
-        accumulated = op(accumulated, result)
-    return accumulated
+    return functools.reduce(op, map(f, *_taken(f, model, rest, trainable, tied, with_path)[1]), init)
 
 
 def trainables(model: PyTree, trainable: Trainable = None) -> dict[str, Any]:
@@ -260,14 +251,12 @@ def _norm_of_arrays(arrays: Sequence[Any]) -> jax.Array:
     wide = any(jnp.finfo(array.dtype).bits > 32 for array in arrays)
     dtype = jnp.float64 if wide else jnp.float32
     real = [x for array in arrays for x in ([array.real, array.imag] if jnp.iscomplexobj(array) else [array])]
-    small: dict[tuple[int, ...], list[jax.Array]] = {}
-    large = []
-    for x in real:
-        if math.prod(x.shape):
-            is_large = x.size > _SMALL or is_sharded(x)
-            (large if is_large else small.setdefault(x.shape, [])).append(x.astype(dtype))
-    stacks = [jnp.stack(each) if len(each) > 1 else each[0] for each in small.values()]
-    return _norm([*stacks, *large]) if stacks or large else jnp.zeros((), dtype)
+    groups: dict[Any, list[jax.Array]] = {}  # of small ones by their shape
+    for i, x in enumerate(real):
+        if x.size:
+            groups.setdefault(i if x.size > _SMALL or is_sharded(x) else x.shape, []).append(x.astype(dtype))
+    stacks = [jnp.stack(each) if len(each) > 1 else each[0] for each in groups.values()]
+    return _norm(stacks) if stacks else jnp.zeros((), dtype)
 
 
 @jax.custom_jvp

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ._forms.restructure import Restructure
 from ._slots.index import Slot
 from ._slots.layout import Layout, Trainable, index_of, layout as layout_of
 from ._tree.paths import join_path, split_path
@@ -64,7 +65,7 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
     below the point where the paths branch. With more than about twenty parameters, neighbours share a name.
 
     Args:
-        model: any pytree, also with `jax.ShapeDtypeStruct`s as leaves; or a `Layout`.
+        model: any pytree, also with `jax.ShapeDtypeStruct`s as leaves; or a `Layout` or a `Restructure`.
         trainable: the parameters to train, as for `tp.layout`.
         ax: the axes to draw on, a few inches wide; `None` makes a new figure.
 
@@ -73,29 +74,28 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
 
     Raises:
         ValueError: see `tp.layout`.
-        TypeError: you passed `trainable` with a `Layout`; see also `tp.layout`.
+        TypeError: you passed `trainable` with a `Layout` or a `Restructure`; see also `tp.layout`.
     """
-    if isinstance(model, Layout) and trainable is not None:
-        raise TypeError("the first argument is a Layout, which fixes the trained parameters; drop `trainable`")
-    known = model if isinstance(model, Layout) else layout_of(model, trainable)
-    index, strips, bases, bottom = index_of(known), _strips(known), [], 0.0
-    labels = [_labels(strip, index.tied_to) for strip in strips]
-    for names in labels:
-        bases.append(bottom)
+    known = model.layout if isinstance(model, Restructure) else model  # of which the leaves are the frozen arrays
+    if isinstance(known, Layout) and trainable is not None:
+        raise TypeError(f"a {type(model).__name__} already fixes which parameters train; leave `trainable` out")
+    known = known if isinstance(known, Layout) else layout_of(known, trainable)
+    index, strips, bottom = index_of(known), _strips(known), 0.0
+    figure = None if ax else plt.figure(layout="constrained")
+    ax = ax or plt.axes()
+    for strip in strips:
+        names = _labels(strip, index.tied_to)
+        _draw(ax, strip, bottom, index.tied_to, _colours(known))
+        _name(ax, bottom, names)
         longest = max([len(text) for _, text in names], default=0)
         bottom -= 1.9 + (0.55 + longest * _LETTER * math.sin(math.radians(_SLOPE)) / _INCHES if names else 0)
-    if ax is None:
-        _, ax = plt.subplots(figsize=(8.5, _INCHES * (0.2 - bottom)), layout="constrained")
-    for strip, base, names in zip(strips, bases, labels, strict=True):
-        _draw(ax, strip, base, index.tied_to, _colours(known))
-        _name(ax, base, names)
+    if figure:
+        figure.set_size_inches(8.5, _INCHES * (0.2 - bottom))
     ax.set(xlim=(-0.005, 1.07), ylim=(bottom + 1.6, 1.8))
     ax.axis("off")
-    marks = []
-    if known.ties:
-        marks.append(Patch(facecolor="grey", edgecolor="white", hatch="//", label="tied: at several paths"))
-    if index.frozen:
-        marks.append(Patch(facecolor=_FROZEN, edgecolor="black", label="frozen"))
+    tied = Patch(facecolor="grey", edgecolor="white", hatch="//", label="tied: at several paths")
+    frozen = Patch(facecolor=_FROZEN, edgecolor="black", label="frozen")
+    marks = [tied] * bool(known.ties) + [frozen] * bool(index.frozen)
     if marks:
         ax.legend(handles=marks, loc="upper right", ncols=2, frameon=False, fontsize=_FONT, borderaxespad=0)
     return ax
@@ -105,8 +105,7 @@ def _strips(known: Layout) -> list[_Strip]:
     title = f"the vector: {known.size:,} {known.dtype}, {in_bytes(known.size * known.dtype.itemsize)}"
     strips, frozen = [_Strip(title, known.slots, max(known.size, 1), False)], index_of(known).frozen
     if frozen:
-        size = sum(slot.size for slot in frozen)
-        nbytes = sum(slot.size * slot.dtype.itemsize for slot in frozen)
+        size, nbytes = frozen[-1].offset + frozen[-1].size, sum(slot.size * slot.dtype.itemsize for slot in frozen)
         title = f"frozen, in no vector: {size:,} elements, {in_bytes(nbytes)}"
         strips.append(_Strip(title, frozen, max(size, 1), True))
     return strips

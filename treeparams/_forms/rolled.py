@@ -21,18 +21,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._programs import (
-    Kind,
-    Walk,
-    backward,
-    bind,
-    derivative,
-    is_floating,
-    is_high,
-    kind_of,
-    operation_name,
-    programs,
-)
+from .._programs import Kind, Walk, bind, derivative, is_floating, kind_of, operation_name, programs
 from .._tree.static_keys import static_key
 from .block import cut, cut_columns
 
@@ -369,7 +358,7 @@ class _Kinds:
         types = tuple(map(type_of, equation.invars)), tuple(map(type_of, equation.outvars))
         within = tuple([self._program(each, orders) for each in programs(equation)])
         params, rule = equation.params, None
-        if is_high(equation) or equation.primitive.name.startswith("custom_"):
+        if "_prim" in params or equation.primitive.name.startswith("custom_"):
             # The rules are closures, made anew at each call. What they do is the program of the derivative. That may
             # hold the function itself, as that of `jax.nn.relu` does, so they are followed to the second derivative.
             params = {name: value for name, value in params.items() if isinstance(value, (bool, int, str))}
@@ -402,12 +391,11 @@ class _Kinds:
     def _rule(self, equation: _Equation, orders: int) -> Any:
         """Returns the program of an equation's derivative; if it has none, a value that equals nothing else."""
         operands = [is_floating(var.aval) for var in equation.invars]
-        differentiated = backward if Kind.BACKWARD in kind_of(equation) else derivative
         # A function may have closed over the first operands, in which its rule has no derivative.
         for closed_over in range(len(operands)):
             with contextlib.suppress(Exception):  # whatever a user's rule raises, it raises again where it is used
                 moves = [i >= closed_over and floats for i, floats in enumerate(operands)]
-                return self._program(differentiated(equation, moves), orders)
+                return self._program(derivative(equation, moves)[0], orders)
         return object()
 
 

@@ -298,7 +298,7 @@ def _is_within(eqn: JaxprEqn, shape: tuple[int, ...], rules: int = 2) -> bool:
         # A rule may call its own function for the value, which has the rule again; two derivatives are taken.
         within = programs(eqn)[:1]
         if rules > 0:
-            within.append(derivative(eqn, [is_floating(var.aval) for var in eqn.invars]))
+            within.append(derivative(eqn, [is_floating(var.aval) for var in eqn.invars])[0])
             rules -= 1
     if within:
         return all(_is_within(each, shape, rules) for program in within for each in program.eqns)

@@ -31,7 +31,7 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from .._forms.form import Form, stacks_in_groups, tree_of, vector_of
-from .._programs import Kind, Marks, Walk, kind_of, operation_name, scan_operands, while_parts
+from .._programs import Kind, Marks, Walk, kind_of, operation_name
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.parts import take_apart
 from .._tree.text import in_short
@@ -416,17 +416,17 @@ class _Numbers(Walk[Value]):
 
     def of_while(self, eqn: Operation, its: list[Value]) -> Sequence[Value]:
         """Returns the numbers of the values that a loop carries."""
-        start, end, condition, program = while_parts(eqn)
-        rounds, goes_on = [its[end:]], list[Value]()
+        rounds, goes_on = [its[len(its) - len(eqn.outvars) :]], list[Value]()
         for _ in range(_ROUNDS):
-            goes_on += self.run(condition, [*its[:start], *rounds[-1]])
-            rounds.append(self.run(program, [*its[start:end], *rounds[-1]]))
+            found, carried = self.while_round(eqn, its, rounds[-1])
+            goes_on.append(found)
+            rounds.append(carried)
         return self._mixed(eqn, ("while", *goes_on), zip(*rounds, strict=True))
 
     def of_scan(self, eqn: Operation, its: list[Value]) -> Sequence[Value]:
         """Returns the numbers of the values that a scan carries, and of those that it puts together."""
         program = eqn.params["jaxpr"]
-        fixed, start, along = scan_operands(eqn, its)
+        fixed, start, along = self.scan_operands(eqn, its)
         given = program.jaxpr.invars[len(its) - len(along) :]
         rounds, made = [start], list[Any]()
         for n in range(_ROUNDS):
