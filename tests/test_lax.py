@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
 import treeparams as tp
 from treeparams import optim
 
 from .long import some
-from .zoo import STRUCTURE_ALONE, ZOO, as_data, assert_same, first_devices, pattern, ramp
+from .zoo import STRUCTURE_ALONE, ZOO, as_data, assert_same, pattern, ramp
 
 standard = pytest.mark.usefixtures("standard_promotion")
 no_warning = pytest.mark.filterwarnings("error")
@@ -176,20 +175,19 @@ def test_outputs_are_models_and_models_are_scanned_over_and_closed_over():
 
 
 def test_options_are_those_of_jax():
-    ways = {"reverse": True}, {"unroll": 2}, {"length": 5, "unroll": True}
-    start, add = {"w": jnp.zeros(()), "f": jnp.tanh}, lambda i, carry: carry | {"w": carry["w"] + i}
-
-    @tp.jit
-    def both(start, xs):
-        step = lambda carry, x: (carry | {"w": carry["w"] * 2 + x}, carry["w"])
-        ours = [tp.lax.scan(step, start, xs, **options) for options in ways]
-        theirs = [jax.lax.scan(lambda w, x: (w * 2 + x, w), start["w"], xs, **options) for options in ways]
-        sums = [tp.lax.fori_loop(low, 4, add, start, unroll=unroll) for low, unroll in ((jnp.array(1), None), (1, 2))]
-        return [(carry["w"], out) for carry, out in ours], theirs, [each["w"] for each in sums]
-
-    ours, theirs, sums = both(start, jnp.arange(5.0))
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    assert sums == [6, 6]
+    start, xs, step = (
+        {"w": np.zeros((), "f"), "f": jnp.tanh},
+        np.arange(5, dtype=np.float32),
+        lambda w, x: (w * 2 + x, w),
+    )
+    ours = lambda carry, x: (carry | {"w": step(carry["w"], x)[0]}, carry["w"])
+    for options in ({"reverse": True}, {"unroll": 2}, {"length": 5, "unroll": True}):
+        got = tp.jit(lambda *of, options=options: tp.lax.scan(ours, *of, **options))(start, xs)
+        want = jax.jit(lambda *of, options=options: jax.lax.scan(step, *of, **options))(start["w"], xs)
+        jax.tree.map(np.testing.assert_array_equal, (got[0]["w"], got[1]), want)
+    add = lambda i, carry: carry | {"w": carry["w"] + i}
+    for low, unroll in ((jnp.array(1), None), (1, 2)):
+        assert tp.lax.fori_loop(low, 4, add, start, unroll=unroll)["w"] == 6
     for name in ("scan", "cond", "switch", "while_loop", "fori_loop", "map"):
         ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (tp.lax, jax.lax))
         assert list(ours) == [each for each in theirs if each not in ("_split_transpose", "operand")]
@@ -248,20 +246,19 @@ def test_errors_name_the_place(call, error, words):
         call(agent_of())
 
 
-def test_weak_types_are_made_strong():
-    weak = {"w": jnp.asarray(1.0), "f": jnp.tanh}
-    strong = {"w": jnp.ones((), jnp.float32), "f": jnp.tanh}
-    for start, other in ((weak, strong), (strong, weak)):
+@pytest.mark.parametrize("turn", [1, -1])
+def test_weak_types_are_made_strong(turn):
+    start, other = [{"w": w, "f": jnp.tanh} for w in (jnp.asarray(1.0), jnp.ones((), jnp.float32))][::turn]
 
-        def both(start=start, other=other):
-            step = lambda carry, _: ({**carry, "w": other["w"]}, None)
-            tp.lax.while_loop(lambda _: False, lambda c: step(c, None)[0], start)
-            tp.lax.cond(True, lambda a, b: a, lambda a, b: b, start, other)
-            theirs = jax.lax.scan(lambda w, _: (other["w"], None), start["w"], length=2)[0]
-            return tp.lax.scan(step, start, length=2)[0]["w"], theirs
+    def both():
+        step = lambda carry, _: ({**carry, "w": other["w"]}, None)
+        tp.lax.while_loop(lambda _: False, lambda c: step(c, None)[0], start)
+        tp.lax.cond(True, lambda a, b: a, lambda a, b: b, start, other)
+        theirs = jax.lax.scan(lambda w, _: (other["w"], None), start["w"], length=2)[0]
+        return tp.lax.scan(step, start, length=2)[0]["w"], theirs
 
-        got, want = jax.eval_shape(both)
-        assert got == want
+    got, want = jax.eval_shape(both)
+    assert got == want
 
 
 # -- Ties --------------------------------------------------------------------------------------------------------------
@@ -393,20 +390,6 @@ def test_within_jit_grad_vmap_and_each_other():
     assert members.embed is members.head
 
 
-def test_within_shard_map():
-    mesh = jax.make_mesh((4,), ("data",), devices=first_devices(4))
-    spec, agent = PartitionSpec("data"), agent_of()
-    xs = jax.device_put(np.arange(8, dtype=np.float32).reshape(4, 2), jax.NamedSharding(mesh, spec))
-
-    def within(xs):
-        total = lambda carry, x: ({**carry, "sum": carry["sum"] + x * agent.bias[0]}, None)
-        start = {"sum": 0 * xs[0, 0], "f": jnp.tanh}
-        return tp.lax.scan(total, start, xs[0])[0]["sum"][None]
-
-    got = jax.jit(jax.shard_map(within, mesh=mesh, in_specs=spec, out_specs=spec))(xs)
-    np.testing.assert_allclose(got, xs.sum(1) * agent.bias[0], 1e-6)
-
-
 @no_warning
 def test_as_python_where_jit_is_disabled():
     step = lambda a, x: (scaled(a, x), None)
@@ -438,12 +421,8 @@ def test_equal_models_share_a_trace_outside_of_jit_too(traces):
     for count, found in calls.items():
         for call in found:
             traces.seen.clear()
-            for agent, times in (
-                (agent_of(), 1),
-                (agent_of(bias=2 * ramp(3)), 1),
-                (agent_of(rate=0.75), 2),
-                (agent_of(tied=False), 3),
-            ):
+            met = (agent_of(), 1), (agent_of(bias=2 * ramp(3)), 1), (agent_of(rate=0.75), 2), (agent_of(tied=False), 3)
+            for agent, times in met:
                 call(agent)
                 assert len(traces.seen) == times * count
 

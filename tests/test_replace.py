@@ -10,7 +10,7 @@ import pytest
 
 import treeparams as tp
 
-from .zoo import ZOO, assert_same, inexact_leaves, ramp
+from .zoo import ZOO, assert_same, filled, inexact_leaves, ramp
 
 
 class Tied(eqx.Module):
@@ -42,7 +42,7 @@ def test_every_parameter_is_asked_once_and_all_else_stays(name: str):
 
 
 def test_arrays_functions_and_the_first_entry():
-    mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    mlp = filled(eqx.nn.MLP, 2, 1, 4, 1)
     given = ramp(4, 2)
     after = tp.replace(mlp, {"layers.0.weight": given, "**.bias": jnp.zeros_like, "layers": 0.5})
     assert after.layers[0].weight is given

@@ -57,13 +57,6 @@ def test_an_array_without_axes_stays_an_array_whatever_f_returns():
     assert tp.layout(model).paths == ("a", "b")
 
 
-def test_mapreduce_folds_from_init_in_tree_order():
-    model = {"b": ramp(2), "a": [ramp(1), ramp(3)]}
-    collect = lambda leaf, other: [(leaf.size, other is None)]
-    folded = tp.mapreduce(collect, operator.add, model, {"a": [np.ones(1)]}, init=["start"])
-    assert folded == ["start", (1, False), (3, True), (2, True)]
-
-
 def test_trees_of_other_types_match_by_path():
     dense = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
     gradient = {"kernel": np.ones((3, 2), "f"), "bias": np.ones(2, "f")}
@@ -100,28 +93,19 @@ def test_sequences_match_by_position_and_entries_at_frozen_leaves_are_ignored():
 
 
 @pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO)
-def test_what_is_taken_out_by_path_goes_back_by_path(specimen):
+def test_what_is_taken_out_by_path_goes_back_by_path_and_every_walk_sees_the_same(specimen):
     model = specimen.make()
     layout = specimen.layout(model)
     double = lambda leaf: np.asarray(leaf) * np.asarray(2, leaf.dtype)
     doubled = {path: double(leaf) for path, leaf in tp.trainables(model, layout).items()}
-    want = tp.maptrainable(double, model, trainable=layout)
-    assert_same(tp.maptrainable(lambda _, new: new, model, doubled, trainable=layout), want, identity=False)
+    seen, want = [], tp.maptrainable(double, model, trainable=layout)
+    f = lambda path, leaf, new: seen.append((path, leaf, new)) or new
+    assert_same(tp.maptrainable(f, model, doubled, trainable=layout, with_path=True), want, identity=False)
     assert_same(tp.project(model, doubled, layout), tp.partition(want, layout)[0])
-
-
-@pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO)
-def test_with_paths_a_walk_sees_what_biwalk_does(specimen):
-    model = specimen.make()
-    layout = specimen.layout(model)
-    halves = {path: np.asarray(leaf) / np.asarray(2, leaf.dtype) for path, leaf in tp.trainables(model, layout).items()}
-    want, seen = list(tp.biwalk(model, halves, trainable=layout)), []
-    f = lambda path, leaf, half: seen.append((path, leaf, half)) or leaf
-    assert_same(tp.maptrainable(f, model, halves, trainable=layout, with_path=True), model)
-    folded = tp.mapreduce(lambda *each: [each], operator.add, model, halves, init=[], trainable=layout, with_path=True)
-    for found in (seen, folded):
-        assert [path for path, *_ in found] == [path for path, *_ in want]
-        assert all(a is b for left, right in zip(found, want, strict=True) for a, b in zip(left, right, strict=True))
+    folded = tp.mapreduce(lambda *its: [its], operator.add, model, doubled, init=[], trainable=layout, with_path=True)
+    for found in (folded, list(tp.biwalk(model, doubled, trainable=layout))):
+        assert [path for path, *_ in found] == [path for path, *_ in seen]
+        assert all(a is b for left, right in zip(found, seen, strict=True) for a, b in zip(left, right, strict=True))
 
 
 def test_a_dictionary_is_of_paths_only_if_its_keys_do_not_fit_as_they_are():

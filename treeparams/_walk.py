@@ -94,12 +94,7 @@ def maptrainable(
 
 
 def _taken(
-    f: object,
-    model: M,
-    trees: Sequence[PyTree],
-    trainable: Trainable,
-    tied: Tied | Sequence[Tied],
-    with_path: bool,
+    f: object, model: M, trees: Sequence[PyTree], trainable: Trainable, tied: Tied | Sequence[Tied], with_path: bool
 ) -> tuple[Parts[M], list[Sequence[Any]]]:
     """Returns a model taken apart, and the arguments of `f`: paths if asked for, values, entries of other trees."""
     parts = take_apart(model, trainable)
