@@ -84,7 +84,7 @@ def check(got: Any, want: list[Any], path: str) -> None:
 
 
 @pytest.mark.timeout(180)
-@hypothesis.settings(deadline=None, max_examples=8, derandomize=True, phases=[hypothesis.Phase.generate])
+@hypothesis.settings(deadline=None, max_examples=5, derandomize=True, phases=[hypothesis.Phase.generate])
 @hypothesis.given(PARTS, st.booleans(), st.sampled_from(["copy", "average", "keep"]))
 def test_outside_in_jit_and_by_hand_are_one(parts, has_state, buffers):
     average = average_of(parts, has_state)

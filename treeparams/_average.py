@@ -20,7 +20,7 @@ from ._slots.accidents import keep_apart
 from ._slots.index import Index, first_entries
 from ._slots.layout import Trainable
 from ._slots.match import read_slots
-from ._slots.parts import Rest, index_in, kept_arrays, other_values, put_together, take_apart, with_kept_arrays
+from ._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
 from ._tree.copying import copy, copy_leaf
 from ._tree.declare import field
 from ._tree.structure import is_array, naming_deleted, structure_of
@@ -176,8 +176,8 @@ class Ema(eqx.Module, Generic[M]):
         _weights_of(0.0 if callable(decay) else decay, 0.0 if callable(tau) else tau)
         parts = take_apart(model, trainable, by_path=True)
         self.shadow = parts.canonical([jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots])
-        kept, values = (list(map(copy_leaf, of(parts.rest).values())) for of in (kept_arrays, other_values))
-        self.rest = with_kept_arrays(parts.rest, kept, values)
+        own, count = list(map(copy_leaf, others(parts.rest))), len(kept_arrays(parts.rest))
+        self.rest = with_kept_arrays(parts.rest, own[:count], own[count:])
         self.count = jnp.zeros((), jnp.int32)
         self.weight = jnp.zeros((), jnp.float32)
         self.decay = decay if decay is None or callable(decay) else float(decay)
@@ -264,15 +264,16 @@ def _average_step(
     rest: Rest[M], slots: Sequence[Any], model: PyTree, weights: _Weights, buffers: Buffers
 ) -> tuple[Rest[M], list[Any]]:
     """Returns an average after a step towards a model, taken apart as before. Refs are written after all checks."""
-    index, arrays, values = index_in(rest), kept_arrays(rest), other_values(rest)
+    index, arrays = index_in(rest), kept_arrays(rest)
+    values = dict(zip(index.gathers.values(index.structure.paths), others(rest)[len(arrays) :], strict=True))
     news = read_slots(index, model, exact_shapes=True)
     olds = arrays | {path: value for path, value in values.items() if _is_number(value) or is_ref(value)}
     policies = _policies(index, olds, buffers)
     olds = {path: old for path, old in olds.items() if policies[path] != "keep"}
     found: dict[str, Any] = {}
     if olds:
-        leaves, _, others = structure_of(model)
-        found = {path: leaves[i] for path, i in others.index.items() if path in olds}
+        leaves, _, structure = structure_of(model)
+        found = {path: leaves[i] for path, i in structure.index.items() if path in olds}
     paths = [slot.path for slot in index.slots]
     _check_alike(olds | dict(zip(paths, slots, strict=True)), found | dict(zip(paths, news, strict=True)))
     steps = {path: _next(policies[path], olds[path], new, weights) for path, new in found.items()}

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jax.typing import ArrayLike
 
 from ._forms.mesh import result_varies, vary, varying
-from ._reached import reaches
+from ._reached import reached
 from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
@@ -105,12 +105,15 @@ def value_and_grad(
         if not parts.slots:
             warn_of_nothing(parts.index)
             return call(model, *args, **kwargs), parts.canonical(())
-        hit = [True] * len(parts.slots) if unreached == "zeros" else reaches(call, parts, args, kwargs, has_aux)
-        if unreached == "error" and not all(hit):
-            missed = [slot.path for slot, yes in zip(parts.layout.slots, hit, strict=True) if not yes]
+        missed: dict[int, str] = {}  # slots that the loss does not reach
+        if unreached != "zeros":
+            hit = {*reached(call, parts.layout, has_aux)(model, *args, **kwargs).paths}
+            missed = {slot: path for slot, path in enumerate(parts.layout.paths) if path not in hit}
+        if missed and unreached == "error":
+            paths = [*missed.values()]
             raise ValueError(
-                f"the loss does not depend on these trained parameters: {quoted(missed, 5)}; freeze them, "
-                f"tp.layout(model, freeze=[{missed[0]!r}]), or pass unreached='none'"
+                f"the loss does not depend on these trained parameters: {quoted(paths, 5)}; freeze them, "
+                f"tp.layout(model, freeze=[{paths[0]!r}]), or pass unreached='none'"
             )
 
         of_slots = lambda slots: call(parts.model(slots), *args, **kwargs)
@@ -120,7 +123,7 @@ def value_and_grad(
         except TypeError as error:
             _check_result(of_slots, parts.slots, has_aux, error)
             raise
-        return value, parts.canonical([grad if yes else None for grad, yes in zip(grads, hit, strict=True)])
+        return value, parts.canonical([None if i in missed else grad for i, grad in enumerate(grads)])
 
     return value_and_gradient
 

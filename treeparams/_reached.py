@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from ._programs import Kind, Marks, derivative, is_floating, kind_of, makes_zeros, traced
 from ._slots.layout import Layout, Trainable, trained_at
-from ._slots.parts import Parts, put_together, take_apart
+from ._slots.parts import put_together, take_apart
 from ._tree.text import describe
 
 P = ParamSpec("P")
@@ -51,33 +51,26 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
 
     def layout_of(model: Any, /, *args: Any, **kwargs: Any) -> Layout:
         parts = take_apart(model, trainable)
-        hit = reaches(f, parts, args, kwargs, has_aux)
-        return trained_at(parts.layout, [leaf for leaf, yes in zip(parts.index.positions, hit, strict=True) if yes])
+        # Taken apart and put together, so that objects that may be used once only (`equinox.nn.State`) can be used
+        # again.
+        leaves, treedef = jtu.tree_flatten((parts.rest, args, kwargs))
+
+        def value(slots: list[Any], given_for_shapes: list[Any]) -> list[Any]:
+            given = iter(given_for_shapes)
+            rest, args, kwargs = treedef.unflatten([next(given) if _is_shape(leaf) else leaf for leaf in leaves])
+            out: Any = f(put_together(rest, slots), *args, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(f"with has_aux=True f must return a pair, (value, aux), got {describe(out)}")
+            return [leaf for leaf in jtu.tree_leaves(out[0] if has_aux else out) if hasattr(leaf, "dtype")]
+
+        program = traced(value, list(parts.slots), list(filter(_is_shape, leaves)))
+        count = len(parts.slots)
+        marks = [1 << i if i < count else 0 for i in range(len(program.jaxpr.invars))]
+        arrived = functools.reduce(operator.or_, _Differentiable(count).follow(program, marks), 0)
+        hit = arrived | arrived >> count
+        return trained_at(parts.layout, [leaf for slot, leaf in enumerate(parts.index.positions) if hit >> slot & 1])
 
     return cast(Any, layout_of)
-
-
-def reaches(
-    f: Callable[..., Any], parts: Parts, args: tuple[Any, ...], kwargs: dict[str, Any], has_aux: bool
-) -> list[bool]:
-    """Returns for each slot whether the value of `f` depends on it."""
-    # Taken apart and put together, so that objects that may be used once only (`equinox.nn.State`) can be used again.
-    leaves, treedef = jtu.tree_flatten((parts.rest, args, kwargs))
-
-    def value(slots: list[Any], given_for_shapes: list[Any]) -> list[Any]:
-        given = iter(given_for_shapes)
-        rest, args, kwargs = treedef.unflatten([next(given) if _is_shape(leaf) else leaf for leaf in leaves])
-        out: Any = f(put_together(rest, slots), *args, **kwargs)
-        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(f"with has_aux=True f must return a pair, (value, aux), got {describe(out)}")
-        return [leaf for leaf in jtu.tree_leaves(out[0] if has_aux else out) if hasattr(leaf, "dtype")]
-
-    program = traced(value, list(parts.slots), list(filter(_is_shape, leaves)))
-    count = len(parts.slots)
-    unmarked = [0] * (len(program.jaxpr.invars) - count)
-    found = _Differentiable(count).follow(program, [*(1 << i for i in range(count)), *unmarked])
-    arrived = functools.reduce(operator.or_, found, 0)
-    return [bool((arrived | arrived >> count) & 1 << i) for i in range(count)]
 
 
 def _is_shape(leaf: object) -> bool:

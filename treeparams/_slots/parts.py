@@ -241,13 +241,6 @@ def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:
     return dict(zip(static.index.gathers.kept_paths, frozen, strict=True))
 
 
-def other_values(rest: Rest[Any]) -> dict[str, Any]:
-    """Returns the refs, and the leaves that are not arrays, by path."""
-    static = _halves(rest)[1]
-    paths = static.index.gathers.values(static.index.structure.paths)
-    return dict(zip(paths, static.values, strict=True))
-
-
 def others(rest: Rest[Any]) -> list[Any]:
     """Returns the leaves that are not slots: the arrays, each object once, and then the values that are not arrays."""
     frozen, static = _halves(rest)
