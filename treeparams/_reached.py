@@ -48,6 +48,7 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
         ValueError: see `tp.layout`.
         TypeError: the control flow of `f` depends on values, as under `jax.jit`; see also `tp.layout`.
     """
+    call = cast(Callable[..., Any], f)
 
     def layout_of(model: Any, /, *args: Any, **kwargs: Any) -> Layout:
         parts = take_apart(model, trainable)
@@ -58,7 +59,7 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
         def value(slots: list[Any], given_for_shapes: list[Any]) -> list[Any]:
             given = iter(given_for_shapes)
             rest, args, kwargs = treedef.unflatten([next(given) if _is_shape(leaf) else leaf for leaf in leaves])
-            out: Any = f(put_together(rest, slots), *args, **kwargs)
+            out = call(put_together(rest, slots), *args, **kwargs)
             if has_aux and not (isinstance(out, tuple) and len(out) == 2):
                 raise TypeError(f"with has_aux=True f must return a pair, (value, aux), got {describe(out)}")
             return [leaf for leaf in jtu.tree_leaves(out[0] if has_aux else out) if hasattr(leaf, "dtype")]
