@@ -97,9 +97,8 @@ def of_ema(average, model, buffers="copy"):
     return tp.Ema(average, 0.5, buffers=buffers).update(model).average
 
 
-of_both = pytest.mark.parametrize(
-    "of", [lambda a, m, its="copy": tp.ema(a, m, decay=0.5, buffers=its), of_ema], ids=["ema", "Ema"]
-)
+one_step = lambda average, model, its="copy": tp.ema(average, model, decay=0.5, buffers=its)
+of_both = pytest.mark.parametrize("of", [one_step, of_ema], ids=["ema", "Ema"])
 
 
 @of_both
@@ -179,23 +178,14 @@ def buffers_model(scale):
     }
 
 
-@pytest.mark.parametrize(
-    ("buffers", "mean", "key", "flag"),
-    [
-        ("copy", 3, 3, 3),
-        ("keep", 1, 1, 1),
-        ("average", 2, 3, 3),
-        ({Norm: "average", "key": "copy", "**": "keep"}, 2, 3, 1),
-    ],
-)
-def test_policies_for_what_is_not_trained(buffers, mean, key, flag):
+def test_each_array_that_is_not_trained_has_a_policy_of_its_own():
     average, model = buffers_model(1), buffers_model(3)
-    of = lambda average, model: tp.ema(average, model, decay=0.5, buffers=buffers)
+    rules = {Norm: "average", "key": "copy", "**": "keep"}
+    of = lambda average, model: one_step(average, model, rules)
     for got in (of(average, model), tp.jit(of)(average, model)):
-        np.testing.assert_allclose(got["norm"].mean, mean * average["norm"].mean, 1e-6)
-        np.testing.assert_array_equal(as_data(got["key"]), as_data(jax.random.key(key)))
-        assert (got["f"], got["p"], got["flag"].tolist()) == (jnp.tanh, 0.5, [flag > 1])
-        assert got["n"].tolist() == [0, flag]
+        np.testing.assert_allclose(got["norm"].mean, 2 * average["norm"].mean, 1e-6)
+        np.testing.assert_array_equal(as_data(got["key"]), as_data(jax.random.key(3)))
+        assert (got["f"], got["p"], got["flag"].tolist(), got["n"].tolist()) == (jnp.tanh, 0.5, [False], [0, 1])
         assert not ids(got) & ids(model)
 
 
@@ -301,42 +291,33 @@ def test_one_structure_in_scan_and_jit(name):
 
 @pytest.mark.parametrize("trainable", [None, "w"])
 def test_an_average_writes_its_own_refs(trainable):
-    def zeros():
-        return {**with_refs(), "mean": jax.new_ref(jnp.zeros(3)), "steps": jax.new_ref(jnp.array(0))}
-
+    zeros = lambda: with_refs() | {"mean": jax.new_ref(jnp.zeros(3)), "steps": jax.new_ref(jnp.array(0))}
     for buffers, mean, steps in (("copy", 7, 4), ("keep", 0, 0), ("average", 3.5, 4)):
         target, online = zeros(), with_refs()
         got = tp.ema(target, online, tau=0.5, buffers=buffers, trainable=trainable)
         assert (got["mean"], got["steps"]) == (target["mean"], target["steps"])
-        np.testing.assert_array_equal(got["mean"][...], [mean] * 3)
-        assert int(got["steps"][...]) == steps
+        assert (got["mean"][...].tolist(), int(got["steps"][...])) == ([mean] * 3, steps)
         np.testing.assert_array_equal(online["mean"][...], [7, 7, 7])
     # As an array on one side, and a ref on the other.
     for arrays in ({"mean": jnp.zeros(3)}, {"steps": jnp.array(0)}, {"w": jax.new_ref(jnp.ones(2))}):
         got = tp.ema(zeros(), {**with_refs(), **arrays}, tau=1)
-        np.testing.assert_array_equal(got["mean"][...], np.asarray(arrays.get("mean", jnp.full(3, 7.0))))
+        np.testing.assert_array_equal(got["mean"][...], np.asarray(arrays.get("mean", np.full(3, 7.0))))
         got = tp.ema({**zeros(), **arrays}, with_refs(), tau=1)
         assert type(got["steps"]) is type(arrays.get("steps", got["steps"]))
 
 
 def test_an_average_shares_no_ref_with_the_model():
     model = with_refs()
-    shared = tp.ema(dict(model), model, tau=0.5)
-    ema = tp.Ema(model, tau=0.5)
+    shared, ema = tp.ema(dict(model), model, tau=0.5), tp.Ema(model, tau=0.5)
     for each in (shared, ema.update(model).average, tp.copy(model)):
-        assert each["mean"] is not model["mean"]
-        assert each["steps"] is not model["steps"]
+        assert {each[name] is model[name] for name in ("mean", "steps")} == {False}
     model["mean"][...] = jnp.zeros(3)
-    np.testing.assert_array_equal(shared["mean"][...], [7, 7, 7])
-    np.testing.assert_array_equal(ema.average["mean"][...], [7, 7, 7])
-    np.testing.assert_array_equal(ema.update(model).average["mean"][...], [0, 0, 0])
+    for average, mean in ((shared, 7), (ema.average, 7), (ema.update(model).average, 0)):
+        np.testing.assert_array_equal(average["mean"][...], [mean] * 3)
 
 
 def test_a_ref_of_another_shape_is_refused_before_anything_is_written():
-    target, model = (
-        with_refs(),
-        {**with_refs(), "steps": jax.new_ref(jnp.zeros(2, int)), "mean": jax.new_ref(jnp.ones(3))},
-    )
+    target, other = with_refs(), {"steps": jax.new_ref(jnp.zeros(2, int)), "mean": jax.new_ref(jnp.ones(3))}
     with pytest.raises(ValueError, match=r"'steps' \(int32\[\]; .*\[2\]\)"):
-        tp.ema(target, model, tau=0.5)
+        tp.ema(target, with_refs() | other, tau=0.5)
     np.testing.assert_array_equal(target["mean"][...], [7, 7, 7])

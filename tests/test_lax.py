@@ -578,7 +578,7 @@ def models(draw):
 @standard
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*floats? in")
-@hypothesis.settings(deadline=None, max_examples=6, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=5, derandomize=True)
 @hypothesis.given(models(), st.lists(NESTINGS, min_size=1, max_size=2), st.booleans())
 def test_random_models_in_random_nestings_are_as_in_unrolled_python(model, programs, is_copy):
     counter = jnp.array(0)

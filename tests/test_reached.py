@@ -1,7 +1,5 @@
 """What a function reaches, read from its program, against what JAX's derivatives say."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -212,18 +210,14 @@ def test_programs(f, expected):
 
 
 def test_where_nothing_is_reached_jax_gives_zeros():
-    programs = {name: of for name, (of, _) in PROGRAMS.items() if name not in NOT_IN_REVERSE}
-    of_jax, of_ours = lambda f: jax.grad(lambda m: jnp.asarray(f(m))), functools.partial(tp.grad, unreached="none")
-    by_jax, ours = (
-        jax.jit(lambda m, of=of: {name: of(f)(m) for name, f in programs.items()}) for of in (of_jax, of_ours)
-    )
-    by_jax, ours = by_jax(MODEL), ours(MODEL)
-    for name, gradient in by_jax.items():
+    programs = {name: f for name, (f, _) in PROGRAMS.items() if name not in NOT_IN_REVERSE}
+    by_jax = jax.jit(lambda m: {name: jax.grad(lambda m, f=f: jnp.asarray(f(m)))(m) for name, f in programs.items()})
+    ours = lambda m: {name: tp.grad(f, unreached="none")(m) for name, f in programs.items()}
+    reached = jax.eval_shape(ours, MODEL)
+    for name, gradient in by_jax(MODEL).items():
         expected = PROGRAMS[name][1]
+        assert "".join(each for each in MODEL if reached[name][each] is not None) == expected, name
         assert not any(np.any(gradient[each]) for each in MODEL if each not in expected), name
-        assert "".join(each for each in MODEL if ours[name][each] is not None) == expected, name
-        for each in expected:
-            np.testing.assert_allclose(ours[name][each], gradient[each], 1e-6, err_msg=name)
 
 
 UNARY = {

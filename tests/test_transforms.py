@@ -34,12 +34,9 @@ def test_gradients_are_pulled_back_and_results_stand_at_the_alias_transposed():
     layout = ZOO["transposed tie"].layout(model)
     raw = jax.grad(zoo.loss)(model)
     total = {"decoder": None, "encoder": raw["encoder"] + raw["decoder"].T, "bias": raw["bias"]}
-    assert_close(tp.grad(zoo.loss, layout)(model), total)
-    assert_close(tp.project(model, raw, layout), total)
-    vector, restructure = tp.ravel(model, layout)
-    of_vector = jax.grad(lambda vector: zoo.loss(restructure(vector)))(vector)
-    assert_close(of_vector, restructure.ravel_gradient(raw))
-    assert_close(restructure.view(of_vector)["encoder"], total["encoder"])
+    assert_close([tp.grad(zoo.loss, layout)(model), tp.project(model, raw, layout)], [total, total])
+    restructure = tp.ravel(model, layout)[1]
+    assert_close(restructure.view(restructure.ravel_gradient(raw))["encoder"], total["encoder"])
     walked = tp.maptrainable(lambda x, g: x - 0.1 * g, model, total, trainable=layout)
     average = tp.ema(model, walked, decay=0.75, trainable=layout)
     assert_close(average["encoder"], 0.75 * model["encoder"] + 0.25 * walked["encoder"])
@@ -133,7 +130,7 @@ def test_ensembles_abstract_models_and_labels_at_a_transformed_alias():
     model = {"a": np.ones((2, 3), "f"), "b": np.ones(6, "f")}
     layout = tp.layout(model, ties=flat)
     assert tp.maptrainable(lambda x: "adam", model, trainable=layout) == {"a": "adam", "b": "adam"}
-    summed = tp.maptrainable(jnp.sum, model, trainable=layout)  # no leaf any more that the transform takes
+    summed = tp.maptrainable(np.sum, model, trainable=layout)  # no leaf any more that the transform takes
     assert summed["a"] is summed["b"]
     params, rest = tp.partition(model, layout)
     stacked = tp.combine({"a": np.stack([params["a"], 2 * params["a"]]), "b": None}, rest)

@@ -4,17 +4,15 @@ import contextlib
 import functools
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_args, overload
 
 import jax
 import jax.tree_util as jtu
 
-from ._slots.parts import Rest, arrays_in, as_rest, index_in, others, put_together, unpacked, with_kept_arrays
-from ._tree.difference import Difference, compare, groups_of, tie_rows
-from ._tree.static_keys import static_key
+from ._slots.parts import Rest, arrays_in, as_rest, index_in, put_together, rows_between, unpacked, with_kept_arrays
 from ._tree.structure import getter, naming_deleted
-from ._tree.text import both_in_text, describe, first_lines
+from ._tree.text import describe, first_lines
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -263,26 +261,3 @@ class Stage:
 
 
 _UNSEEN = "tp.declare has been called since, or a value that is no array has been changed in place"
-
-
-def rows_between(here: Rest[Any], there: Rest[Any]) -> list[Difference]:
-    """Returns how two trees or calls differ, from their static halves alone."""
-    these, those = index_in(here).structure, index_in(there).structure
-    ours, theirs = _values_by_leaf(here), _values_by_leaf(there)
-
-    def at_leaves(i: int, j: int) -> Iterator[Difference]:
-        if i in ours and j in theirs and static_key(ours[i], strict=True) != static_key(theirs[j], strict=True):
-            yield Difference(these.paths[i], "value", *both_in_text(ours[i], theirs[j]))
-        elif (i in ours) != (j in theirs):
-            first, second = ("no array" if leaf in values else "an array" for leaf, values in ((i, ours), (j, theirs)))
-            yield Difference(these.paths[i], "type", first, second)
-
-    shared = these.index.keys() & those.index.keys()
-    ties = tie_rows(groups_of(these), groups_of(those), shared.__contains__)
-    return [*compare(these, those, at_leaves), *ties]
-
-
-def _values_by_leaf(call: Rest[Any]) -> dict[int, Any]:
-    index = index_in(call)
-    leaves = range(len(index.structure.specs))
-    return dict(zip(index.gathers.values(leaves), others(call), strict=True))

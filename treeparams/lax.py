@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.tree_util as jtu
 
-from ._jit import rows_between
-from ._slots.parts import Rest, arrays_in, as_rest, index_in, put_together, unpacked, with_kept_arrays
+from ._slots.parts import Rest, arrays_in, as_rest, index_in, put_together, rows_between, unpacked, with_kept_arrays
 from ._tree.static_keys import with_object
 from ._tree.structure import Structure
 from ._tree.text import describe, first_few, first_lines, warn

@@ -7,7 +7,7 @@ Every function of this library is `take_apart`, its own operation on `parts.slot
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax.tree_util as jtu
@@ -15,9 +15,10 @@ from jax import export
 from jax.core import Tracer
 
 from .._tree.declare import registry
+from .._tree.difference import Difference, compare, groups_of, tie_rows
 from .._tree.static_keys import contents, identical, static_key
 from .._tree.structure import Spec, Structure, flatten, same_treedef, structure_of
-from .._tree.text import describe
+from .._tree.text import both_in_text, describe
 from .._tree.types import PyTree, TreeDef
 from . import accidents
 from .accidents import keep_apart, meet, note_ties, warn_of_forgotten_ties
@@ -245,6 +246,28 @@ def others(rest: Rest[Any]) -> list[Any]:
     """Returns the leaves that are not slots: the arrays, each object once, and then the values that are not arrays."""
     frozen, static = _halves(rest)
     return [*frozen, *static.values]
+
+
+def rows_between(here: Rest[Any], there: Rest[Any]) -> list[Difference]:
+    """Returns how two trees, or calls, of `as_rest` differ, from their static halves alone."""
+    these, those = index_in(here).structure, index_in(there).structure
+    ours, theirs = _values_by_leaf(here), _values_by_leaf(there)
+
+    def at_leaves(i: int, j: int) -> Iterator[Difference]:
+        if i in ours and j in theirs and static_key(ours[i], strict=True) != static_key(theirs[j], strict=True):
+            yield Difference(these.paths[i], "value", *both_in_text(ours[i], theirs[j]))
+        elif (i in ours) != (j in theirs):
+            first, second = ("no array" if leaf in values else "an array" for leaf, values in ((i, ours), (j, theirs)))
+            yield Difference(these.paths[i], "type", first, second)
+
+    shared = these.index.keys() & those.index.keys()
+    ties = tie_rows(groups_of(these), groups_of(those), shared.__contains__)
+    return [*compare(these, those, at_leaves), *ties]
+
+
+def _values_by_leaf(rest: Rest[Any]) -> dict[int, Any]:
+    static = _halves(rest)[1]
+    return dict(zip(static.index.gathers.values(range(len(static.index.trained))), static.values, strict=True))
 
 
 def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any], values: Sequence[Any] | None = None) -> Rest[M]:
