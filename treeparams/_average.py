@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from ._slots.accidents import keep_apart
-from ._slots.index import Index, first_entries
+from ._slots.index import Index
 from ._slots.layout import Trainable
 from ._slots.match import read_slots
 from ._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
@@ -337,7 +337,7 @@ def _policies(index: Index, paths: Collection[str], buffers: Buffers) -> dict[st
     untied = structure.remember("without ties", lambda: Index(structure, index.trained, ()))
     leaves = [structure.index[path] for path in paths]
     kind = "frozen or integer array"
-    found = first_entries(untied, list(rules), leaves, asked=leaves, kind=kind)
+    found = untied.first_entries(list(rules), leaves, asked=leaves, kind=kind)
     return {path: policies[found[i]] if i in found else "copy" for path, i in zip(paths, leaves, strict=True)}
 
 

@@ -122,8 +122,8 @@ def test_what_is_shared_or_said_is_silent(make: Callable[[], Any]):
 
 def test_ties_that_are_given_or_frozen_are_silent_and_values_of_others_are_read_once(monkeypatch):
     read = []
-    values = accidents._pieces_read
-    monkeypatch.setattr(accidents, "_pieces_read", lambda array: read.append(array) or values(array))
+    values = accidents._values_read
+    monkeypatch.setattr(accidents, "_values_read", lambda array: read.append(array) or values(array))
     model = with_equal_biases(zeros(3))
     jax.eval_shape(lambda model: tp.layout(model).size, model)  # inside of a trace there is nothing to read
     tp.layout(model, freeze=["b1", "b2"])

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
-from .._slots.index import Index, summary_of
+from .._slots.index import Index
 from .._slots.layout import Layout, slot_at
 from .._slots.match import read_slots, slot_gradients
 from .._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
@@ -463,7 +463,7 @@ class Restructure(Generic[M]):
 
     def __str__(self) -> str:
         index, _, places = known_leaves(self)
-        return str(summary_of(index, places))
+        return str(index.summary(places))
 
 
 Restructure.__module__ = "treeparams"

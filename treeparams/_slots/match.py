@@ -12,7 +12,7 @@ from .._tree.paths import nearest, unquote
 from .._tree.structure import Structure, flatten, same_treedef, structure_of
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree, common_dtype, is_complex, is_inexact, value_of, widened
-from .index import Index, refuse_refs
+from .index import Index
 from .layout import Trainable, look_up
 from .ties import Alias
 
@@ -164,7 +164,7 @@ def project(
         raise ValueError(f'missing must be None or "zeros", got {missing!r}')
     leaves, treedef, structure = structure_of(model)
     _, index = look_up(structure, trainable, leaves)
-    refuse_refs(index)
+    index.refuse_refs()
     return index.canonical(slot_gradients(index, grads, missing), treedef)
 
 

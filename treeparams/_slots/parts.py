@@ -19,10 +19,9 @@ from .._tree.static_keys import contents, identical, static_key
 from .._tree.structure import Spec, Structure, flatten, same_treedef, structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
-from . import accidents
 from .accidents import keep_apart, meet, note_ties, warn_of_forgotten_ties
-from .index import Index, refuse_refs
-from .layout import Layout, Trainable, check_is_model, index_of, look_up, trained_at
+from .index import Index
+from .layout import Layout, Trainable, index_of, look_up, trained_at
 from .match import read_slots
 
 M = TypeVar("M")
@@ -166,14 +165,13 @@ def take_apart(model: M, trainable: Trainable, *, by_path: bool = False) -> Part
     With `by_path`, refs are no slots, and the rest has an entry for each path, though one array be at several.
     """
     leaves, treedef, structure = structure_of(model)
-    check_is_model(leaves, structure)
     layout, index = look_up(structure, trainable, leaves)
     if by_path:
         layout = trained_at(layout, index.positions)
         index = structure.remember(("by path", layout), functools.partial(_each_by_itself, structure, layout))
     elif structure.refs:
-        refuse_refs(index)
-    if not isinstance(trainable, Layout) and index.checked.get("forgotten") != accidents.changes:
+        index.refuse_refs()
+    if not isinstance(trainable, Layout):
         warn_of_forgotten_ties(index)
     static = _Static(layout, index, treedef, index.gathers.values(leaves))
     return Parts(index.gathers.slots(leaves), Rest(index.gathers.kept(leaves), static))

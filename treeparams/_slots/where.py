@@ -5,7 +5,7 @@ or frozen as a whole.
 """
 
 import dataclasses
-import functools
+import itertools
 import re
 import sys
 import typing
@@ -82,10 +82,6 @@ class _Match(NamedTuple):
     where: object
     spans: Sequence[_Span]
 
-    def leaves(self) -> frozenset[int]:
-        """Returns the leaves in these nodes."""
-        return frozenset(leaf for span in self.spans for leaf in range(span.start, span.stop))
-
 
 def _spans_of(structure: Structure) -> list[_Span]:
     """Returns all nodes, in preorder, and then all leaves."""
@@ -95,19 +91,15 @@ def _spans_of(structure: Structure) -> list[_Span]:
 
 def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
     """Returns the treedef of each node of a structure, and of a leaf."""
-
-    def find() -> dict[int | None, TreeDef]:
-        # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
-        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
-        waiting = [structure.treedef]
-        while waiting:
-            each = waiting.pop()
-            if each.node_data() is not None and each.node_data()[0] is not type(None):
-                found[len(found) - 1] = each
-                waiting += reversed(each.children())
-        return found
-
-    return structure.remember("subtreedefs", find)
+    # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
+    found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
+    waiting = [structure.treedef]
+    while waiting:
+        each = waiting.pop()
+        if each.node_data() is not None and each.node_data()[0] is not type(None):
+            found[len(found) - 1] = each
+            waiting += reversed(each.children())
+    return found
 
 
 def read(structure: Structure, where: object, *, may_only_take: bool = False) -> tuple[list[_Match], list[_Match]]:
@@ -141,15 +133,12 @@ def _single(where: object) -> Iterator[object]:
 def _outermost(structure: Structure, where: str | re.Pattern[str] | type | Leaves) -> list[_Span]:
     """Returns the nodes and leaves that a `where` matches, without those below another one."""
     matches = _matcher(structure, where)
-    found, number, inside, nodes = list[_Span](), 0, set[int](), structure.nodes
-    spans = _spans_of(structure)
-    while number < len(nodes):
-        is_found = matches(spans[number])
-        if is_found:
-            found.append(spans[number])
-            inside.update(range(nodes[number].start, nodes[number].stop))
-        number = nodes[number].last if is_found else number + 1
-    return found + [span for span in spans[len(nodes) :] if span.start not in inside and matches(span)]
+    found, inside = list[_Span](), set[int]()
+    for span in _spans_of(structure):  # a node comes before all that is below it
+        if span.start not in inside and matches(span):
+            found.append(span)
+            inside.update(range(span.start, span.stop))
+    return found
 
 
 def _matcher(structure: Structure, where: str | re.Pattern[str] | type | Leaves) -> Callable[[_Span], bool]:
@@ -164,9 +153,8 @@ def _matcher(structure: Structure, where: str | re.Pattern[str] | type | Leaves)
     def holds(span: _Span) -> bool:
         if span.number is not None or not structure.is_parameter(span.start):
             return False
-        spec = structure.spec(span.start)
         try:
-            answer = where.predicate(span.path, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+            answer = where.predicate(span.path, jax.ShapeDtypeStruct(*structure.spec(span.start)[:2]))
         except Exception as error:
             raise TypeError(
                 f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct; at "
@@ -188,25 +176,17 @@ def _glob_matcher(structure: Structure, text: str) -> Callable[[_Span], bool]:
         )
     # How many items each list and tuple has, `None` among them, for positions from its end: -1 is the last.
     counts = [count for kind, count, _ in structure.statics if kind is not type(None)]
-    nodes = zip(structure.nodes, counts, strict=True)
+    nodes = zip(structure.nodes, counts, strict=True) if re.search(r"(^|\.)-\d", text) else ()
     sizes = {node.entries: count for node, count in nodes if node.cls in (list, tuple)}
-    from_the_end = re.search(r"(^|\.)-\d", text) is not None
 
-    @functools.cache  # each node is read once, from those above it
-    def states(entries: tuple[str, ...]) -> Any:
-        if not entries:
-            return glob.start
-        above, entry = states(entries[:-1]), entries[-1]
-        if from_the_end and entries[:-1] in sizes:
-            return glob.step(above, entry) | glob.step(above, str(int(entry) - sizes[entries[:-1]]))
-        return glob.step(above, entry) if above else above
+    def ways(entries: tuple[str, ...]) -> Iterator[Sequence[str]]:
+        for n, entry in enumerate(entries):
+            size = sizes.get(entries[:n])
+            yield (entry,) if size is None else (entry, str(int(entry) - size))
 
-    # The name of a value of a state has several entries, and a glob may end within it.
-    def matches(span: _Span) -> bool:
-        shortest = 0 if structure.states else len(span.entries)
-        return any(glob.end(states(span.entries[:n])) is not None for n in range(shortest, len(span.entries) + 1))
-
-    return matches
+    # Below a node that matches nothing is asked. The name of a value of a state has several entries, and a glob may end
+    # within it.
+    return lambda span: any(map(glob.selects, itertools.product(*ways(span.entries))))
 
 
 def _returned(structure: Structure, where: Callable[[Any], Any]) -> list[list[_Span]]:
@@ -273,25 +253,36 @@ def _no_where(structure: Structure, value: object) -> str:
 
 def select(
     structure: Structure,
-    where: Where,
+    where: object,
     follows: Follows | None = None,
     *,
     among: Collection[int] | None = None,
     kind: str = "parameter",
     may_be_empty: bool = False,
+    frozen: frozenset[int] | None = None,
 ) -> frozenset[int]:
-    """Returns the leaves that `where` selects, among the parameters or among other leaves.
+    """Returns the leaves that `where` selects.
 
-    `follows` holds the aliases that are selected together with their source; otherwise they are selected only if
-    nothing else is.
+    Args:
+        structure: of the model.
+        where: see `tp.layout`.
+        follows: the aliases that are selected together with their source; otherwise only if nothing else is.
+        among: the leaves that can be selected; `None`: the parameters.
+        kind: of these leaves, in words.
+        may_be_empty: whether nothing may be selected, as in a tree of which only a part is shown.
+        frozen: what is declared frozen, of a `where` that says what trains: it must not select these alone, and may
+            only take away, from all the others.
     """
     among = structure.parameters if among is None else among
-    find = lambda each: _whole(_found_in(structure, each, among, kind, may_be_empty), follows)
-    chosen, away = ([find(each) for each in side] for side in read(structure, where))
-    selected, taken = frozenset[int]().union(*chosen), frozenset[int]().union(*away)
-    if selected <= taken and not may_be_empty:
-        raise ValueError(f"{name_of(where)} selects nothing: everything that it selects is excluded")
-    return selected - taken
+    chosen, away = read(structure, where, may_only_take=frozen is not None)
+    find = lambda match, *of: _whole(_found_in(structure, match, among, kind, may_be_empty, *of), follows)
+    every = [] if chosen or frozen is None else [frozenset(among).difference(frozen, follows or ())]
+    selected = frozenset[int]().union(*[find(match, frozen) for match in chosen], *every)
+    selected = selected.difference(*map(find, away))
+    if not (selected or may_be_empty):
+        also = "" if frozen is None else " or declared frozen"
+        raise ValueError(f"{name_of(where)} selects nothing: everything is excluded{also}")
+    return selected
 
 
 def _whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
@@ -310,20 +301,33 @@ def _whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
 
 
 def _found_in(
-    structure: Structure, match: _Match, among: Collection[int], kind: str = "parameter", may_be_empty: bool = False
+    structure: Structure,
+    match: _Match,
+    among: Collection[int],
+    kind: str = "parameter",
+    may_be_empty: bool = False,
+    frozen: frozenset[int] | None = None,
 ) -> frozenset[int]:
-    """Returns the leaves that a single `where` selects; raises a `ValueError` if there are none."""
-    selected = match.leaves()
-    found = selected.intersection(among)
-    if found or may_be_empty:
-        return found
-    if not selected:
-        raise ValueError(f"{name_of(match.where)} selects nothing{_hint(structure, match.where)}")
-    why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
-    if why and any(structure.values[i] in ("float", "complex") for i in selected):
-        why += f"; to train a number, {AS_ARRAY}"
-    only = first_few(list(map(structure.describe, sorted(selected))))
-    raise ValueError(f"{name_of(match.where)} selects no {kind}, only {only}{why}")
+    """Returns the leaves that a single `where` selects; an error if there are none, or none but frozen ones."""
+    selected = frozenset(leaf for span in match.spans for leaf in range(span.start, span.stop))
+    found, name = selected.intersection(among), name_of(match.where)
+    if not (found or may_be_empty):
+        if not selected:
+            raise ValueError(f"{name} selects nothing{_hint(structure, match.where)}")
+        why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
+        if why and any(structure.values[i] in ("float", "complex") for i in selected):
+            why += f"; to train a number, {AS_ARRAY}"
+        raise ValueError(f"{name} selects no {kind}, only {_described(structure, selected)}{why}")
+    if frozen is not None and found <= frozen:
+        raise ValueError(
+            f"{name} selects only leaves that are declared frozen ({_described(structure, found)}); "
+            "to train them anyway, pass a layout that thaws them: tp.layout(model, thaw=...)"
+        )
+    return found
+
+
+def _described(structure: Structure, leaves: Collection[int]) -> str:
+    return first_few(list(map(structure.describe, sorted(leaves))))
 
 
 def name_of(where: object, *, with_line: bool = True) -> str:
@@ -373,9 +377,10 @@ def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]
 
 def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
     chosen, away = read(structure, where)
-    for match in (*chosen, *away):
-        _found_in(structure, match, range(len(structure.specs)), "leaf")
-    taken = frozenset[int]().union(*[match.leaves() for match in away])
+    every = range(len(structure.specs))
+    for match in chosen:
+        _found_in(structure, match, every, "leaf")
+    taken = frozenset[int]().union(*[_found_in(structure, match, every, "leaf") for match in away])
     # From the largest to the smallest, so that a node is met before all that is below it: the outermost is found.
     found, covered = list[_Span](), set[int]()
     for span in sorted({span for match in chosen for span in match.spans}, key=lambda span: span.start - span.stop):
@@ -389,7 +394,7 @@ def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
                 f"{name_of(where)} excludes a part of the node {span.path!r}; name the nodes that you mean"
             )
     if not found:
-        raise ValueError(f"{name_of(where)} selects nothing: everything that it selects is excluded")
+        raise ValueError(f"{name_of(where)} selects nothing: everything is excluded")
     return sorted(found, key=lambda span: (span.start, span.stop))
 
 
@@ -476,25 +481,11 @@ def _chosen(structure: Structure, follows: Follows, trainable: object) -> dict[i
     if mask is not None:
         return {i: mask[i] for i in structure.parameters}
     every = frozenset(structure.parameters).difference(follows)
-    chosen, away = ([], []) if trainable is None else read(structure, trainable, may_only_take=True)
-    selected = frozenset[int]() if chosen else every
-    for match in chosen:
-        found = _found_in(structure, match, structure.parameters)
-        if found <= frozen:
-            its = first_few(list(map(structure.describe, sorted(found))))
-            raise ValueError(
-                f"{name_of(match.where)} selects only leaves that are declared frozen ({its}); "
-                "to train them anyway, pass a layout that thaws them: tp.layout(model, thaw=...)"
-            )
-        selected |= _whole(found, follows)
-    for match in away:
-        selected -= _whole(_found_in(structure, match, structure.parameters), follows)
+    selected = every if trainable is None else select(structure, trainable, follows, frozen=frozen)
     said = {i: i in selected for i in every}
     for each in declarations:
         own = each.intersection(structure.parameters)
         said |= dict.fromkeys(own if own <= follows.keys() else own.difference(follows), False)
-    if away and not any(said.values()):
-        raise ValueError(f"{name_of(trainable)} selects nothing: everything is excluded or declared frozen")
     return said
 
 

@@ -15,7 +15,6 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._forms.states import Entries, entries_of
-from .._slots.index import first_entries
 from .._slots.layout import Layout, MisfitError, Trainable, index_of, retrained, trained_at
 from .._slots.parts import take_apart
 from .._slots.where import Leaves, Where
@@ -127,7 +126,7 @@ def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, re
         parts = take_apart(model, retrained(parts.layout, trainable))
     histories = rule.histories(state)
     known = frozenset([position for history in histories for position in index_of(history.layout).positions])
-    anew = frozenset() if isinstance(reset, bool) else known.intersection(first_entries(parts.index, [reset], asked=()))
+    anew = frozenset() if isinstance(reset, bool) else known.intersection(parts.index.first_entries([reset], asked=()))
     if parts.layout == state.roles.layout and not anew and reset is not True:
         return state
     if reset is True:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._forms.block import Block, cast
 from .._forms.mesh import automatic, lay, mesh_within
-from .._slots.index import Index, first_entries
+from .._slots.index import Index
 from .._slots.where import Where, name_of
 from .._tree.text import describe, first_lines, quoted
 
@@ -188,7 +188,7 @@ def matches(index: Index, rules: Rules, frozen: frozenset[int]) -> dict[int, Mat
     `frozen` are the leaves of frozen parameters that a rule may select.
     """
     items, paths = list(rules.items()), index.structure.paths
-    found = first_entries(index, list(rules), asked=frozen.union(index.positions))
+    found = index.first_entries(list(rules), asked=frozen.union(index.positions))
     missing = [repr(paths[leaf]) for leaf in index.positions if leaf not in found]
     if missing:
         raise ValueError(
