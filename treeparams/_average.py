@@ -25,7 +25,7 @@ from ._tree.copying import copy, copy_leaf
 from ._tree.declare import field
 from ._tree.structure import is_array, naming_deleted, structure_of
 from ._tree.text import AS_ARRAY, describe, warn
-from ._tree.types import PyTree, is_complex, is_inexact, is_ref, value_of, widened
+from ._tree.types import PyTree, is_complex, is_inexact, is_key, is_ref, value_of, widened
 
 M = TypeVar("M")
 
@@ -318,7 +318,7 @@ def _next(policy: str, old: Any, new: Any, weights: _Weights) -> Any:
         return old
     if policy == "average" and is_inexact(old.dtype) and is_inexact(jnp.result_type(new)):
         return _mix([old], [new], weights)[0]
-    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):  # `jnp.array` takes no such dtype
+    if is_key(old):  # `jnp.array` takes no such dtype
         return copy_leaf(new)
     return jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
 

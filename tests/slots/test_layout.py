@@ -67,17 +67,6 @@ def test_dtype_is_that_of_the_slots_that_have_elements():
         assert tp.layout(leaves).dtype == tp.ravel(leaves)[0].dtype == dtype
 
 
-def test_no_slot_at_a_path():
-    for path, message in (
-        ("first.wieght", r"'first.wieght' is not a path of the model; nearest: 'first.weight'"),
-        ("scale", r"'scale' is frozen, so it has no slot; layout.thaw\('scale'\) gives it one"),
-        ("count", r"'count' \(int32\[3\]\) is not a parameter"),
-        ("first", r"'first' is a node; layout.indices\('first'\) are the positions of the parameters below it"),
-    ):
-        with pytest.raises(KeyError, match=message):
-            tp.layout(net())[path]
-
-
 def test_it_prints_as_a_table():
     layout = tp.layout(tied(), freeze="b", ties=TIES)
     assert str(layout).splitlines() == [
@@ -216,14 +205,6 @@ def test_abstract_models_have_the_same_layout_but_no_ties_by_identity():
     assert tp.layout(abstract, ties={"pair.1": "pair.0"}) == tp.layout(build())
     same = jax.ShapeDtypeStruct((2,), jnp.float32)
     assert tp.layout([same, same]).ties == {}
-
-
-def test_arrays_that_jax_does_not_have_are_named_by_path():
-    message = r"'a.0' is a NumPy array of .*, which JAX does not support; convert it, or hold it"
-    for use in (tp.layout, tp.partition, tp.ravel):
-        for dtype in ([("x", "f4")], ">f4", np.longdouble, ">c8"):
-            with pytest.raises(TypeError, match=message):
-                use({"a": [np.zeros(2, dtype)], "w": ramp(2)})
 
 
 def test_a_deleted_array_is_named_by_path():

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import treeparams as tp
 
@@ -57,23 +56,6 @@ def test_combine_takes_another_tree_with_the_parameters():
     labels = tp.combine({"first": "label", "second": {"scale": "label"}}, REST)
     assert isinstance(labels, Pair)
     assert (labels.first, labels.second.scale) == ("label", "label")
-
-
-@pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize(
-    ("params", "rest", "error", "message"),
-    [
-        ({}, REST, ValueError, r"each of the 2 trained parameters, found none for 'first', 'second\.scale'"),
-        ({**PARAMS._asdict(), "third": 1.0}, REST, ValueError, "entry at 'third', where the model has no leaf"),
-        (PARAMS._replace(first=ramp(3)), REST, ValueError, r"expected float32\[2\] at 'first', got float32\[3\]"),
-        (PARAMS._replace(first=ramp()), REST, ValueError, r"expected float32\[2\] at 'first', got float32\[\]"),
-        (REST, PARAMS, TypeError, "expected the Rest of tp.partition, got Pair; the parameters come first"),
-        (PARAMS, 3, TypeError, "expected the Rest of tp.partition, got int"),
-    ],
-)
-def test_combine_with_what_does_not_fit(params, rest, error, message):
-    with pytest.raises(error, match=message):
-        tp.combine(params, rest)
 
 
 def test_rests_with_other_values_are_other_programs():

@@ -237,17 +237,13 @@ class Index:
             its = selected.difference(self.sources)
             if selected and not its:  # only aliases, for which their source decides
                 alias, source = (repr(self.structure.paths[i]) for i in (min(selected), self.sources[min(selected)]))
-                raise ValueError(
-                    f"{name_of(where)} names {alias}, but {source} and {alias} are one array. Either make {alias} a "
-                    f"separate array (tp.copy, as for a target network; tp.untie), or write {source}"
-                )
+                are_one = f"{name_of(where)} names {alias}, but {source} and {alias} are one array"
+                raise ValueError(f"{are_one}. Either make {alias} a separate array (tp.untie), or write {source}")
             left = its.difference(found)
             if not left and its & asked and (number < len(wheres) - 1 or where != "**"):
                 earlier = dict.fromkeys(found[leaf] for leaf in sorted(its & asked))
-                raise ValueError(
-                    f"{name_of(where)} comes too late: {', '.join(name_of(wheres[each]) for each in earlier)} before "
-                    "it selects the same parameters; the first entry that selects a parameter decides"
-                )
+                names = ", ".join(name_of(wheres[each]) for each in earlier)
+                raise ValueError(f"{name_of(where)} comes too late: {names} before it selects the same parameters")
             found |= dict.fromkeys(left, number)
         return found
 
@@ -258,10 +254,9 @@ class Index:
         refs = [self.structure.paths[i] for i in sorted(self.structure.refs) if self.trained[i]]
         if refs:
             raise ValueError(
-                "expected arrays to train, got a ref, which is an array that can be written, at "
-                f"{quoted(refs)}. To train its value, put ref[...] or jax.freeze(ref) into the model, and make a new "
-                f"ref of the result, jax.new_ref(array). To leave it out, pass freeze={refs[0]!r} to tp.layout, "
-                "declare it frozen, or pass a `where` without it"
+                f"expected arrays to train, got a ref, which is an array that can be written, at {quoted(refs)}. To "
+                "train its value, put ref[...] or jax.freeze(ref) into the model, and make a new ref of the result. To "
+                f"leave it out, pass freeze={refs[0]!r} to tp.layout, declare it frozen, or pass a `where` without it"
             )
 
     def warn_of_floats(self) -> None:

@@ -56,9 +56,7 @@ class Layout(Printed):
         vars(self).update(_index=index, _notes=tuple(notes))
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(
-            f"a Layout is immutable, so {name!r} cannot be set; layout.freeze and layout.thaw return a new one"
-        )
+        raise AttributeError(f"a Layout is immutable: {name!r} not set; layout.freeze and layout.thaw return others")
 
     # -- What it says
 
@@ -307,9 +305,8 @@ def slot_at(layout: Layout, path: str) -> int:
     if leaf is None and any(path == node.path for node in structure.nodes):
         raise KeyError(f"{path!r} is a node; layout.indices({path!r}) are the positions of the parameters below it")
     if leaf is None:
-        raise KeyError(
-            f"{path!r} is not a path of the model{nearest(path, [structure.paths[i] for i in index.by_leaf])}"
-        )
+        known = [structure.paths[i] for i in index.by_leaf]
+        raise KeyError(f"{path!r} is not a path of the model{nearest(path, known)}")
     if structure.is_parameter(leaf):
         raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
     raise KeyError(f"{structure.describe(leaf)} is not a parameter")
@@ -489,10 +486,8 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
     other = index_of(trainable)
     if (other.structure, other.ties) != (index.structure, index.ties):
         lines = [row.in_words() for row in layout.diff(trainable).rows]
-        raise ValueError(
-            "expected a layout of the same models and ties, such as state.layout.freeze(where) or .thaw(where); they "
-            f"differ:\n{first_lines(lines)}"
-        )
+        expected = "expected a layout of the same models and ties, such as state.layout.freeze(where)"
+        raise ValueError(f"{expected}; they differ:\n{first_lines(lines)}")
     return trainable
 
 

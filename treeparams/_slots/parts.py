@@ -43,16 +43,15 @@ class _Static:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Static):
             return NotImplemented
+        these, those = self.index, other.index
         # Equal layouts do not do: the models may differ in which frozen arrays are one (`order`), and bare objects in
         # them may be others, which programs tell apart.
-        is_same = self.index is other.index or (
-            self.layout == other.layout
-            and self.index.gathers.order == other.index.gathers.order
-            and identical(self.index.structure.bare, other.index.structure.bare)
-        )
-        if is_same and self._key is None and other._key is None and identical(self.values, other.values):
-            return True
-        return is_same and self._snapshot() == other._snapshot()
+        if these is not those and (self.layout, these.gathers.order) != (other.layout, those.gathers.order):
+            return False
+        if not identical(these.structure.bare, those.structure.bare):
+            return False
+        are_same_objects = self._key is None is other._key and identical(self.values, other.values)
+        return are_same_objects or self._snapshot() == other._snapshot()
 
     def _snapshot(self) -> Hashable:
         return static_key(self.values, strict=True) if self._key is None else self._key
@@ -103,10 +102,8 @@ def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
 
 
 def _refuse(_: object) -> bytes:
-    raise ValueError(
-        "an exported function cannot take a Rest or a Restructure as an argument, since functions of the model are in "
-        "it: close over it, as in jax.jit(lambda params: f(params, rest))"
-    )
+    why = "an exported function cannot take a Rest or a Restructure, which holds functions of the model"
+    raise ValueError(f"{why}; close over it, as in jax.jit(lambda params: f(params, rest))")
 
 
 jtu.register_pytree_with_keys(Rest, _flatten_with_keys, lambda static, frozen: Rest(tuple(frozen), static), _halves)
@@ -320,9 +317,8 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
     index = index_in(rest)
     if not same_treedef(treedef, index.canonical_treedef):
         leaves = read_slots(index, params)
-    if not index.have_shapes(leaves):
-        for leaf, slot in zip(leaves, index.slots, strict=True):
-            shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor have results of a `jax.tree.map`
-            if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
-                raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
+    for leaf, slot in zip(leaves, () if index.have_shapes(leaves) else index.slots, strict=False):
+        shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor have results of a `jax.tree.map`
+        if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
+            raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
     return put_together(rest, leaves)

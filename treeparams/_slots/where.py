@@ -9,7 +9,7 @@ import itertools
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from .._tree.paths import Glob, join_path, nearest, quote
 from .._tree.structure import Node, Structure, flatten, is_array, same_treedef, scan_tree
 from .._tree.text import AS_ARRAY, describe, first_few, function_name, in_short, quoted
 from .._tree.types import PyTree, TreeDef
-from .ties import Alias, Follows, declaring_nodes, followers
+from .ties import Alias, declaring_nodes, followers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +156,8 @@ def _matcher(structure: Structure, where: str | re.Pattern[str] | type | Leaves)
         try:
             answer = where.predicate(span.path, jax.ShapeDtypeStruct(*structure.spec(span.start)[:2]))
         except Exception as error:
-            raise TypeError(
-                f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct; at "
-                f"{span.path!r} it failed with {in_short(error)}"
-            ) from error
+            called = f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct"
+            raise TypeError(f"{called}; at {span.path!r} it failed with {in_short(error)}") from error
         if not isinstance(answer, (bool, np.bool_)):
             raise TypeError(f"the predicate of tp.leaves must return a bool, got {describe(answer)} at {span.path!r}")
         return bool(answer)
@@ -171,8 +169,7 @@ def _glob_matcher(structure: Structure, text: str) -> Callable[[_Span], bool]:
     glob = Glob(text)
     if any(entry.startswith(("['", '["')) for entry in glob.entries):
         raise ValueError(
-            f"{text!r} is a path in the style of jax.tree_util.keystr; write entries with dots between them, such as "
-            "'layers.0.weight'"
+            f"{text!r} is in the style of jax.tree_util.keystr; write entries with dots, 'layers.0.weight'"
         )
     # How many items each list and tuple has, `None` among them, for positions from its end: -1 is the last.
     counts = [count for kind, count, _ in structure.statics if kind is not type(None)]
@@ -218,11 +215,10 @@ def _returned(structure: Structure, where: Callable[[Any], Any]) -> list[list[_S
                 raise ValueError(f"{expected}; got {describe(each)}. {to_ask}")
         return [number[id(each)] for each in nodes]
 
-    if type(found) not in (list, tuple) or not found:  # as in eqx.tree_at, where a list is several nodes
-        return [spans(found)]
-    items = list(map(spans, found))
+    several = found if type(found) in (list, tuple) and found else [found]  # as in eqx.tree_at
+    items = list(map(spans, several))
     # A list that the model holds is named as a whole.
-    return [[span for item in items for span in item]] if id(found) in number else items
+    return [list(itertools.chain(*items))] if id(found) in number else items
 
 
 def _no_where(structure: Structure, value: object) -> str:
@@ -236,11 +232,13 @@ def _no_where(structure: Structure, value: object) -> str:
         # A part of a model in place of its name. The model's arrays are not at hand here, so it is told by its shapes.
         shapes = [(leaf.shape, leaf.dtype) if is_array(leaf) else None for leaf in leaves]
         known, treedefs = [spec and spec[:2] for spec in structure.specs], subtreedefs(structure)
-        alike = [span for span in _spans_of(structure) if known[span.start : span.stop] == shapes]
-        alike = [span for span in alike if same_treedef(treedefs[span.number], treedef)]
-        remedy = "the model has none like it; write a path. Pass the model to the result: tp.grad(loss)(model, x)"
-        if alike:
-            remedy = f"write its path, {' or '.join([repr(span.path or '**') for span in alike[:3]])}"
+        alike = [
+            repr(span.path or "**")
+            for span in _spans_of(structure)
+            if known[span.start : span.stop] == shapes and same_treedef(treedefs[span.number], treedef)
+        ]
+        none = "the model has none like it; write a path. Pass the model to the result: tp.grad(loss)(model, x)"
+        remedy = f"write its path, {' or '.join(alike[:3])}" if alike else none
         return f"{expected}, got {describe(value)} itself: {remedy}"
     if leaves and not jtu.treedef_is_leaf(treedef) and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
         return f"{expected}, got a mask, which is not accepted here: pass it as trainable="
@@ -254,7 +252,7 @@ def _no_where(structure: Structure, value: object) -> str:
 def select(
     structure: Structure,
     where: object,
-    follows: Follows | None = None,
+    follows: Mapping[int, frozenset[int]] | None = None,
     *,
     among: Collection[int] | None = None,
     kind: str = "parameter",
@@ -285,7 +283,7 @@ def select(
     return selected
 
 
-def _whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
+def _whole(selected: frozenset[int], follows: Mapping[int, frozenset[int]] | None) -> frozenset[int]:
     """Returns the leaves of parameters that a single `where` selects, from all leaves that it matches.
 
     A tie that a class declares, or a layout was given, is selected by its source, or by an alias if nothing else is
@@ -390,9 +388,7 @@ def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
                 found.append(span)
                 covered.update(leaves)
         elif not taken.issuperset(leaves):
-            raise ValueError(
-                f"{name_of(where)} excludes a part of the node {span.path!r}; name the nodes that you mean"
-            )
+            raise ValueError(f"{name_of(where)} excludes a part of {span.path!r}; name the nodes that you mean")
     if not found:
         raise ValueError(f"{name_of(where)} selects nothing: everything is excluded")
     return sorted(found, key=lambda span: (span.start, span.stop))
@@ -410,12 +406,9 @@ def _as_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_
     one, *others = (_structure_below(structure, span) for span in spans)
     for span, other in zip(spans[1:], others, strict=True):
         if other != one:
-            row = next(iter(compare(one, other)))
-            difference = row.in_words(f"in {first.path!r}", f"in {span.path!r}", "the node")
-            raise ValueError(
-                f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}. Select "
-                "nodes that are alike"
-            )
+            paths = repr(first.path), repr(span.path)
+            difference = next(iter(compare(one, other))).in_words(*[f"in {path}" for path in paths], "the node")
+            raise ValueError(f"{' and '.join(paths)} cannot be one node with an axis over both: {difference}")
     if len({re.sub("[0-9]+", "0", span.path) for span in spans}) > 1:
         return spans
     return sorted(spans, key=lambda span: [*map(int, re.findall("[0-9]+", span.path))])
@@ -472,7 +465,7 @@ def decide(
     return tuple([trained.get(i, False) for i in range(len(structure.specs))])
 
 
-def _chosen(structure: Structure, follows: Follows, trainable: object) -> dict[int, bool]:
+def _chosen(structure: Structure, follows: Mapping[int, frozenset[int]], trainable: object) -> dict[int, bool]:
     """Reads a mask, a `where` or the declarations (`None`) for each parameter."""
     # Declarations stand above a `where`. A mask stands above both, since it says of each leaf by itself what it is.
     declarations = _declarations(structure)
@@ -505,21 +498,16 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
     for glob in map(Glob, said.frozen):
         yield frozenset(i for i, entries in within.items() if glob.selects(entries))
     if said.fields and any(entries[0].isdigit() for entries in within.values()):
-        raise TypeError(
-            f"{node.cls.__qualname__} declares which fields train but is a pytree without field names; register "
-            "it with keys (jax.tree_util.register_dataclass), or write tp.declare(cls, freeze=...) with positions"
-        )
+        what = f"{node.cls.__qualname__} declares which fields train but is a pytree without field names"
+        raise TypeError(f"{what}; register it with keys, as by jax.tree_util.register_dataclass")
     for name, trained in said.fields.items():
         inside = [i for i, entries in within.items() if entries[0] == quote(name)]
         if not trained:
             yield frozenset(inside)
         elif inside and not any(map(structure.is_parameter, inside)):
-            spec = structure.specs[inside[0]]
-            kind = f"{spec.dtype} of shape {spec.shape}" if spec else "a Python value, not an array"
             raise TypeError(
-                f"{structure.paths[inside[0]]!r} is declared trainable=True, but holds {kind}, and only floating and "
-                "complex arrays can be trained; write tp.field(trainable=True, converter=jnp.asarray) for a number, "
-                "make the array floating, or drop trainable=True"
+                f"{structure.describe(inside[0])} is declared trainable=True, but only floating and complex arrays can "
+                "be trained; write tp.field(trainable=True, converter=jnp.asarray) for a number"
             )
 
 
@@ -536,14 +524,13 @@ def _as_mask(structure: Structure, value: object) -> list[bool] | None:
             return list(map(bool, flags))
         if is_leaf:
             raise ValueError(
-                f"trainable={value!r} is not a mask, which has a bool at every leaf of the model. Everything that is "
-                "not declared frozen trains by default; write freeze='**' in tp.layout to train nothing"
+                f"trainable={value!r} is not a mask, which has a bool at every leaf of the model. All that is not "
+                "declared frozen trains by default; write freeze='**' in tp.layout to train nothing"
             )
-        differences = compare(structure, scan_tree(value, flags, treedef), lambda i, j: ())
+        difference = next(iter(compare(structure, scan_tree(value, flags, treedef), lambda i, j: ())))
         raise ValueError(
-            f"a mask must have the structure of the model, with a bool at every leaf; "
-            f"{next(iter(differences)).in_words('in the model', 'in the mask')}. "
-            'Write jax.tree.map(..., model) to make one, or select by path: trainable="head.**"'
+            "a mask must have the structure of the model, with a bool at every leaf; "
+            f'{difference.in_words("in the model", "in the mask")}. Or select by path: trainable="head.**"'
         )
     is_no_where = has_its_structure or not (is_leaf or isinstance(value, (list, tuple, set, frozenset)))
     if is_no_where and any(isinstance(flag, (int, float, np.generic)) or hasattr(flag, "dtype") for flag in flags):

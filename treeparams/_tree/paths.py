@@ -19,8 +19,10 @@ from typing import Any
 from jax.tree_util import GetAttrKey, SequenceKey
 
 _NEEDS_QUOTES = re.compile(r"""^!|[.*?\[\]"']""")
-# One entry: a JSON string or a run of anything but a dot; a glob's `[...]` may hold a dot.
-_ENTRY = re.compile(r'"(?:[^"\\]|\\.)*"|(?!")(?:\[[^\]]*\]|[^.])*')
+# One entry: a JSON string, or a run of anything but a dot; a glob's `[...]` may hold a dot.
+_JSON = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"'
+_ENTRY = rf'(?:{_JSON}|(?!")(?:\[[^\]]*\]|[^.])*+)'
+_PATH, _EACH = re.compile(rf"{_ENTRY}(?:\.{_ENTRY})*"), re.compile(rf"(?:^|\.)({_ENTRY})")
 
 
 @functools.lru_cache(maxsize=65536)
@@ -47,28 +49,9 @@ def split_path(path: str) -> tuple[str, ...]:
     >>> split_path("")
     ()
     """
-    if not path:
-        return ()
-    entries, at = [], 0
-    while True:
-        match = _ENTRY.match(path, at)
-        if match is None or not _is_readable(match.group()):
-            raise ValueError(f"the path {path!r} cannot be read at {path[at:]!r}: expected a JSON string")
-        entries.append(match.group())
-        at = match.end()
-        if at == len(path):
-            return tuple(entries)
-        if path[at] != ".":
-            raise ValueError(f"the path {path!r} cannot be read at {path[at:]!r}: expected a dot or the end")
-        at += 1
-
-
-def _is_readable(entry: str) -> bool:
-    try:
-        unquote(entry)
-    except json.JSONDecodeError:
-        return False
-    return True
+    if not _PATH.fullmatch(path):
+        raise ValueError(f"the path {path!r} cannot be read; expected entries with dots between, or JSON strings")
+    return tuple(_EACH.findall(path)) if path else ()
 
 
 def join_path(entries: Iterable[str]) -> str:
@@ -100,13 +83,10 @@ def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[
         for key in keys
     ]
     if len(set(entries)) < len(entries):
-        known = dict(zip(entries, keys, strict=True))
-        entry, one = next((entry, key) for entry, key in zip(entries, keys, strict=True) if key is not known[entry])
+        twice = next(entry for entry in entries if entries.count(entry) > 1)
+        one, other = [key for key, entry in zip(keys, entries, strict=True) if entry == twice][:2]
         where = f"the node at {join_path(above)!r}" if above else "the root"
-        raise ValueError(
-            f"the keys {one} and {known[entry]} of {where} have the same text in a path, {entry!r}; rename one, so "
-            "that each path names one leaf"
-        )
+        raise ValueError(f"the keys {one} and {other} of {where} have the same text in a path, {twice!r}; rename one")
     return entries
 
 

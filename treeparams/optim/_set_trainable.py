@@ -21,7 +21,7 @@ from .._slots.where import Leaves, Where
 from .._tree.paths import join_path
 from .._tree.structure import is_array
 from .._tree.text import Printed, Table, describe
-from .._tree.types import PyTree, common_dtype
+from .._tree.types import PyTree, common_dtype, is_key
 from ._boundary import misfit
 from ._groups import check_groups, group_name, groups_in
 from ._per_leaf import PerLeafState
@@ -163,7 +163,7 @@ def _at(rule: Any, layout: Layout, pairs: Sequence[tuple[History, Any]], side: f
 
 
 def _bits(array: Any) -> tuple[Any, ...]:
-    array = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    array = jax.random.key_data(array) if is_key(array) else array
     return array.shape, str(array.dtype), np.asarray(array).tobytes()
 
 

@@ -16,6 +16,7 @@ from .._forms.mesh import automatic, lay, mesh_within
 from .._slots.index import Index
 from .._slots.where import Where, name_of
 from .._tree.text import describe, first_lines, quoted
+from .._tree.types import is_key
 
 Rule = str | PartitionSpec
 Rules = Mapping[Any, Rule]
@@ -282,10 +283,10 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
     if not getattr(leaf, "is_fully_addressable", True):
         return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
     # Over several processes each gives what its own devices have.
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    values = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    has_keys = is_key(leaf)
+    values = np.asarray(jax.random.key_data(leaf) if has_keys else leaf)
     array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if has_keys else array
 
 
 # -- Parameters of a traced model --------------------------------------------------------------------------------------
