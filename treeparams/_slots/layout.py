@@ -455,8 +455,9 @@ def look_up(
     """
     if leaves is not None:
         if len(leaves) == 1 and not structure.nodes and isinstance(leaves[0], (type, str, Layout)):
-            is_class = isinstance(leaves[0], type)
-            got = f"the class {leaves[0].__name__}; make an instance of it first" if is_class else describe(leaves[0])
+            got = describe(leaves[0])
+            if isinstance(leaves[0], type):
+                got = f"the class {leaves[0].__name__}; make an instance of it first"
             raise TypeError(f"expected a model, a pytree with arrays, got {got}")
         structure.remember("met", lambda: meet(structure, leaves))
     if isinstance(trainable, Layout):

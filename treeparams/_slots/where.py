@@ -406,9 +406,9 @@ def _as_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_
     one, *others = (_structure_below(structure, span) for span in spans)
     for span, other in zip(spans[1:], others, strict=True):
         if other != one:
-            paths = repr(first.path), repr(span.path)
-            difference = next(iter(compare(one, other))).in_words(*[f"in {path}" for path in paths], "the node")
-            raise ValueError(f"{' and '.join(paths)} cannot be one node with an axis over both: {difference}")
+            row = next(iter(compare(one, other)))
+            difference = row.in_words(f"in {first.path!r}", f"in {span.path!r}", "the node")
+            raise ValueError(f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}")
     if len({re.sub("[0-9]+", "0", span.path) for span in spans}) > 1:
         return spans
     return sorted(spans, key=lambda span: [*map(int, re.findall("[0-9]+", span.path))])
