@@ -407,8 +407,8 @@ def _as_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_
     for span, other in zip(spans[1:], others, strict=True):
         if other != one:
             row = next(iter(compare(one, other)))
-            difference = row.in_words(f"in {first.path!r}", f"in {span.path!r}", "the node")
-            raise ValueError(f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}")
+            why = row.in_words(f"in {first.path!r}", f"in {span.path!r}", "the node")
+            raise ValueError(f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {why}")
     if len({re.sub("[0-9]+", "0", span.path) for span in spans}) > 1:
         return spans
     return sorted(spans, key=lambda span: [*map(int, re.findall("[0-9]+", span.path))])
