@@ -27,14 +27,24 @@ def test_the_halves():
     assert repr(rest).startswith("Rest(2 frozen arrays, 2 values, Layout(2 slots")
 
 
-def test_the_mask_goes_into_equinox_and_optax():
-    whole = {"a": ramp(2), "b": Norm(ramp(1), ramp(3))}
+class Called(eqx.Module):
+    w: jax.Array
+    norm: Norm
+
+    def __call__(self):
+        raise AssertionError("a mask is not called")
+
+
+def test_the_mask_goes_into_equinox_and_optax_of_a_callable_model_too():
+    whole = Called(ramp(2), Norm(ramp(1), ramp(3)))
     mask = tp.layout(whole).mask
     trained, frozen = eqx.partition(whole, mask)
-    assert list(map(id, jax.tree.leaves(trained))) == [id(whole["a"]), id(whole["b"].scale)]
+    assert list(map(id, jax.tree.leaves(trained))) == [id(whole.w), id(whole.norm.scale)]
     assert_same(eqx.combine(trained, frozen), whole)
-    momenta = jax.tree.leaves(optax.masked(optax.trace(0.9), lambda _: mask).init(whole))
-    assert [momentum.shape for momentum in momenta] == [(2,), (1,)]
+    tx = optax.add_decayed_weights(0.5, mask=mask)
+    updates, _ = tx.update(jax.tree.map(np.zeros_like, whole), tx.init(whole), whole)
+    np.testing.assert_allclose(updates.w, 0.5 * whole.w, 1e-6)
+    np.testing.assert_array_equal(updates.norm.mean, np.zeros(3))
 
 
 def test_donation():
