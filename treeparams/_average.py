@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from ._slots.accidents import keep_apart
-from ._slots.index import Index, first_entries
+from ._slots.index import Index
 from ._slots.layout import Trainable
 from ._slots.match import read_slots
 from ._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
@@ -25,7 +25,7 @@ from ._tree.copying import copy, copy_leaf
 from ._tree.declare import field
 from ._tree.structure import is_array, naming_deleted, structure_of
 from ._tree.text import AS_ARRAY, describe, warn
-from ._tree.types import PyTree, is_complex, is_inexact, is_ref, value_of, widened
+from ._tree.types import PyTree, is_complex, is_inexact, is_key, is_ref, value_of, widened
 
 M = TypeVar("M")
 
@@ -318,7 +318,7 @@ def _next(policy: str, old: Any, new: Any, weights: _Weights) -> Any:
         return old
     if policy == "average" and is_inexact(old.dtype) and is_inexact(jnp.result_type(new)):
         return _mix([old], [new], weights)[0]
-    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):  # `jnp.array` takes no such dtype
+    if is_key(old):  # `jnp.array` takes no such dtype
         return copy_leaf(new)
     return jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
 
@@ -337,7 +337,7 @@ def _policies(index: Index, paths: Collection[str], buffers: Buffers) -> dict[st
     untied = structure.remember("without ties", lambda: Index(structure, index.trained, ()))
     leaves = [structure.index[path] for path in paths]
     kind = "frozen or integer array"
-    found = first_entries(untied, list(rules), leaves, asked=leaves, kind=kind)
+    found = untied.first_entries(list(rules), leaves, asked=leaves, kind=kind)
     return {path: policies[found[i]] if i in found else "copy" for path, i in zip(paths, leaves, strict=True)}
 
 

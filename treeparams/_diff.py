@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, SupportsFloat
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
@@ -22,7 +21,7 @@ from ._tree.paths import join_path
 from ._tree.static_keys import static_key
 from ._tree.structure import Spec, naming_deleted, structure_of
 from ._tree.text import both_in_text, describe, in_text
-from ._tree.types import PyTree, is_complex, is_inexact, value_of
+from ._tree.types import PyTree, is_complex, is_inexact, is_key, value_of
 
 _AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 _ABSOLUTE = operator.attrgetter("absolute")
@@ -287,7 +286,7 @@ def _element_rows(
     path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray, tolerance: tuple[float, float]
 ) -> Iterator[Difference]:
     """Yields the row for two arrays of one shape, if their elements differ by more than `(atol, rtol)`."""
-    are_keys = [jnp.issubdtype(each.dtype, jax.dtypes.prng_key) for each in (here, there)]
+    are_keys = [is_key(each) for each in (here, there)]
     if (any(are_keys) and here.dtype != there.dtype) or jax.dtypes.float0 in (here.dtype, there.dtype):
         return
     if any(are_keys):

@@ -16,7 +16,6 @@ from jax.typing import ArrayLike
 
 from ._forms.mesh import result_varies, vary, varying
 from ._reached import reached
-from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
 from ._tree.structure import naming_deleted
@@ -103,7 +102,7 @@ def value_and_grad(
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         parts = take_apart(model, trainable)
         if not parts.slots:
-            warn_of_nothing(parts.index)
+            parts.index.warn_of_nothing()
             return call(model, *args, **kwargs), parts.canonical(())
         missed: dict[int, str] = {}  # slots that the loss does not reach
         if unreached != "zeros":
@@ -265,7 +264,7 @@ def accumulate(
         avals = map(jax.typeof, jax.tree.leaves(batch))
         devices = math.lcm(*(examples // aval.sharding.shard_shape(aval.shape)[0] for aval in avals))
         if not parts.slots:
-            warn_of_nothing(parts.index)
+            parts.index.warn_of_nothing()
 
         def of_piece(slots: Sequence[jax.Array], start: ArrayLike, count: int) -> Any:
             piece = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count), batch)

@@ -9,7 +9,6 @@ from jaxtyping import Array, Inexact
 
 from ._forms.form import stacks_of, vector_of
 from ._forms.restructure import Restructure, restructure_over
-from ._slots.index import warn_of_nothing
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
 from ._slots.where import Where
@@ -65,7 +64,7 @@ def ravel(
     """
     parts = take_apart(model, trainable)
     if not parts.slots:
-        warn_of_nothing(parts.index)
+        parts.index.warn_of_nothing()
     form = vector_of(parts.layout, dtype, pad_to)
     if not (dtype is None or dtype is float or dtype is complex) and jnp.dtype(dtype) != form.dtype:
         warn(f"the vector is {form.dtype} and not {jnp.dtype(dtype)}, because jax_enable_x64 is not set")
@@ -124,7 +123,7 @@ def stack(
     """
     parts = take_apart(model, trainable)
     if not parts.slots:
-        warn_of_nothing(parts.index)
+        parts.index.warn_of_nothing()
     form = stacks_of(parts.layout, groups)
     with naming_deleted(model):
         return form.join(parts.slots), restructure_over(parts.rest, form)

@@ -10,7 +10,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ._slots.accidents import note_ties
-from ._slots.index import first_entries
 from ._slots.layout import Layout, look_up
 from ._slots.where import name_of, select
 from ._tree.structure import Structure, is_array, structure_of
@@ -60,7 +59,7 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     leaves, treedef, structure = structure_of(model)
     index = look_up(structure, layout, leaves)[1]
     entries = list(values.items())
-    found = first_entries(index, list(values), asked=index.distinct)
+    found = index.first_entries(list(values), asked=index.distinct)
     # An array at two places is a tie. So each parameter gets an array of its own where you give one for several.
     taken = {id(leaf) for i, leaf in enumerate(leaves) if is_array(leaf) and index.sources.get(i, i) not in found}
     for source, number in found.items():

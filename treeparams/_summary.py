@@ -3,8 +3,8 @@
 import jax.tree_util as jtu
 
 from ._forms.restructure import Restructure, known_leaves
-from ._slots.index import Summary, summary_of
-from ._slots.layout import Layout, Trainable, check_is_model, look_up
+from ._slots.index import Summary
+from ._slots.layout import Layout, Trainable, look_up
 from ._tree.structure import structure_of
 from ._tree.text import count_of
 from ._tree.types import PyTree
@@ -88,7 +88,6 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
         index, _, places = known_leaves(model)
     else:
         leaves, _, structure = structure_of(model)
-        check_is_model(leaves, structure)
         index, places = look_up(structure, trainable, leaves)[1], {}
     if depth is not None:
         count_of("depth", depth, "entries")
@@ -96,4 +95,4 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     has_more = lambda node: hasattr(type(node), "summary_notes")  # as a state of an optimiser has
     for node in filter(has_more, jtu.tree_leaves(model, is_leaf=has_more)):
         notes |= node.summary_notes()
-    return summary_of(index, places, depth=depth, notes=notes)
+    return index.summary(places, depth=depth, notes=notes)

@@ -46,9 +46,8 @@ class Block(eqx.Module):
     bias: Any
 
 
-def block() -> Block:
-    return Block(jnp.ones(3), ramp(3, 3), zeros(3))
-
+block = lambda bias=None: Block(jnp.ones(3), ramp(3, 3), zeros(3) if bias is None else bias)
+table = lambda: tp.tie({"w": ramp(2), "a": zeros(2), "b": zeros(2), "c": zeros(2)}, "b", to="a")
 
 # -- One array, though nobody says so ----------------------------------------------------------------------------------
 
@@ -64,22 +63,22 @@ def test_one_initial_array_for_two_biases_is_noticed_once(verb: str):
         tp.layout(again)
 
 
-def net_with_one_bias() -> Any:
-    net = Tower([block(), block(), block()])
-    return eqx.tree_at(lambda m: [layer.bias for layer in m.layers], net, [zeros(3)] * 3)
-
-
 ACCIDENTS = {
-    "biases of a net": (net_with_one_bias, ["layers.0.bias", "layers.1.bias", "layers.2.bias"]),
-    "a NumPy array": (lambda: with_equal_biases(np.zeros(3, np.float32)), ["b1", "b2"]),
-    "beside a declared tie": (lambda: Tower([zero := zeros(2)], zero, zero), ["layers.0", "norm"]),
-    "two norms": (lambda: [Block(zero := zeros(3), ramp(2), ramp(2)), Block(zero, *ramp(2, 2))], ["0.norm", "1.norm"]),
-    "nodes of zeros alone": (lambda: Tower({"a": (no := [zeros(2), zeros()]), "c": no}), ["layers.a.0", "layers.c.0"]),
-}  # fmt: skip
+    "biases of a net": (
+        lambda: Tower([block(zero := zeros(3)), block(zero), block(zero)]),
+        [0, 1, 2],
+        "layers.{}.bias",
+    ),
+    "a NumPy array": (lambda: with_equal_biases(np.zeros(3, np.float32)), [1, 2], "b{}"),
+    "beside a declared tie": (lambda: Tower([zero := zeros(2)], zero, zero), ["layers.0", "norm"], "{}"),
+    "two norms": (lambda: [Block(zero := zeros(3), ramp(2), ramp(2)), Block(zero, *ramp(2, 2))], [0, 1], "{}.norm"),
+    "nodes of zeros alone": (lambda: Tower({"a": (no := [zeros(2), zeros()]), "c": no}), ["a", "c"], "layers.{}.0"),
+}
 
 
-@pytest.mark.parametrize(("make", "paths"), ACCIDENTS.values(), ids=ACCIDENTS)
-def test_one_number_throughout_is_no_shared_parameter(make: Callable[[], Any], paths: list[str]):
+@pytest.mark.parametrize(("make", "numbers", "name"), ACCIDENTS.values(), ids=ACCIDENTS)
+def test_one_number_throughout_is_no_shared_parameter(make: Callable[[], Any], numbers: list[Any], name: str):
+    paths = list(map(name.format, numbers))
     with one_array(*paths):
         layout = tp.layout(make())
     assert layout.ties[paths[0]][: len(paths) - 1]  # a tie it stays
@@ -91,12 +90,7 @@ def test_an_ensemble_that_is_one_member_is_noticed(copies: Callable[[Any], Any])
     with pytest.warns(UserWarning, match=r"are one array, in nodes that are the same throughout.*= tp.untie\(model\)"):
         tp.ravel(model)
     tp.layout(model)  # once
-    apart = jax.tree.map(lambda leaf: tp.copy(leaf), model)
-    assert tp.layout(apart).ties == {}  # as the warning asked for, so nothing was lost
-
-
-def table() -> Any:
-    return tp.tie({"w": ramp(2), "a": zeros(2), "b": zeros(2), "c": zeros(2)}, "b", to="a")
+    assert tp.layout(jax.tree.map(tp.copy, model)).ties == {}  # as the warning asked for, so nothing was lost
 
 
 SHARED = {
@@ -106,11 +100,11 @@ SHARED = {
     "a layer many times": lambda: {"embed": ramp(2), "layers": [block()] * 12},
     "layers in a tuple of its own class": lambda: Pair(one := block(), one),
     "a declared tie": lambda: tp.tie(Tower([zeros(2)], None, zeros(2))),
-    "tp.tie": lambda: table(),
+    "tp.tie": table,
     "tp.tie, within": lambda: {"net": table(), "w": ramp(2)},
     "tp.tie, and then a part": lambda: tp.tie({"net": table()}, "net.c", to="net.a")["net"],
     "frozen by its class": lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch"),
-    "integers": lambda: with_equal_biases(jnp.zeros(3, int)),
+    "integers": lambda: with_equal_biases(np.zeros(3, int)),
     "shapes": lambda: with_equal_biases(jax.ShapeDtypeStruct((3,), jnp.float32)),
 }
 
@@ -121,14 +115,12 @@ def test_what_is_shared_or_said_is_silent(make: Callable[[], Any]):
 
 
 def test_ties_that_are_given_or_frozen_are_silent_and_values_of_others_are_read_once(monkeypatch):
-    read = []
-    values = accidents._pieces_read
-    monkeypatch.setattr(accidents, "_pieces_read", lambda array: read.append(array) or values(array))
+    read, values = [], accidents._values_read
+    monkeypatch.setattr(accidents, "_values_read", lambda array: read.append(array) or values(array))
     model = with_equal_biases(zeros(3))
     jax.eval_shape(lambda model: tp.layout(model).size, model)  # inside of a trace there is nothing to read
-    tp.layout(model, freeze=["b1", "b2"])
-    tp.layout(model, ties={"b2": "b1"})
-    tp.layout(model)
+    for options in ({"freeze": ["b1", "b2"]}, {"ties": {"b2": "b1"}}, {}):
+        tp.layout(model, **options)
     tp.layout({"net": model})
     assert not read
     shared = {"x": ramp(2), "y": ramp(3)}
@@ -156,10 +148,7 @@ def reloaded(model: Any) -> Any:
     return eqx.tree_deserialise_leaves(file, model)
 
 
-def on_two(*spec: str) -> NamedSharding:
-    return NamedSharding(jax.make_mesh((2,), ("data",), devices=first_devices(2)), PartitionSpec(*spec))
-
-
+on_two = lambda *spec: NamedSharding(jax.make_mesh((2,), ("data",), devices=first_devices(2)), PartitionSpec(*spec))
 PART = {
     "a file of Equinox": reloaded,
     "tree.map": lambda model: jax.tree.map(lambda a: a * 1, model),
@@ -205,16 +194,14 @@ def test_operations_that_part_a_tie_are_noticed(name: str):
 @pytest.mark.parametrize("way", WAYS)
 def test_layouts_and_optimisers_notice_it(way: str):
     tp.layout(model := tied())
-    prefix = "net." if way == "within" else ""
-    with lost(f"{prefix}embed", f"{prefix}head"):
+    with lost(*(f"{'net.' * (way == 'within')}{name}" for name in ("embed", "head"))):
         WAYS[way](PART["tree.map"](model))
 
 
 def test_what_only_looks_at_a_model_says_nothing_of_a_tie_that_its_layout_knows():
     embed = ramp(4, 3)
     model = {"in": embed, "out": embed, "scale": ramp(2)}
-    tx = optim.trainable(optax.sgd(0.1))
-    state = tx.init(model)
+    state = (tx := optim.trainable(optax.sgd(0.1))).init(model)
     train = jax.jit(lambda m, s: optim.step(tx, tp.grad(lambda m: jnp.sum(m["in"] + m["out"]), s.layout)(m), s, m))
     model, state = train(model, state)
     tp.summary(model), tp.replace(model, {"scale": jnp.zeros_like}), optim.report(tx, model, state)
@@ -244,8 +231,7 @@ def test_what_untie_made_is_remembered_and_so_is_what_follows_from_it():
 
 
 def test_untying_one_tie_parts_no_other():
-    a, b = ramp(2), ramp(3)
-    tp.layout(model := {"a": a, "a2": a, "b": b, "b2": b})
+    tp.layout(model := {"a": (a := ramp(2)), "a2": a, "b": (b := ramp(3)), "b2": b})
     with lost("b", "b2"):
         tp.layout(PART["tree.map"](tp.untie(model, ["a", "a2"])))
 
@@ -268,14 +254,12 @@ def test_what_is_apart_on_purpose_is_silent(make: Callable[[Any], Any]):
 def test_ties_that_are_known_frozen_or_forgotten_are_not_lost():
     tp.layout(model := tied())
     after = PART["tree.map"](model)
-    tp.layout(after, ties={"head": "embed"})
-    tp.layout(after, freeze="head")
-    tp.layout(after, "embed")
-    tx = optim.trainable(optax.sgd(1.0))
+    for options in ({"ties": {"head": "embed"}}, {"freeze": "head"}, {"trainable": "embed"}):
+        tp.layout(after, **options)
     tower = tp.tie(Tower([ramp(2)], None, ramp(2)))
     assert tp.layout(PART["tree.map"](tower)).ties == {"layers.0": ("head",)}
     with pytest.warns(UserWarning, match="a layout of such a model ties 'head' to 'embed'") as caught:
-        tx.init(after)
+        optim.trainable(optax.sgd(1.0)).init(after)
     assert len(caught) == 1
 
 

@@ -1,6 +1,5 @@
 """What is trained: by a `where`, a mask or a given layout, by `freeze` and `thaw`; and what is said when nothing is."""
 
-import collections
 import functools
 import re
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 import treeparams as tp
 
-from ..zoo import Pair, ramp
+from ..zoo import ramp
 
 
 class Net(eqx.Module):
@@ -115,15 +114,6 @@ def test_what_selects_nothing_says_so(where: Any, message: str):
             use(where)
 
 
-@pytest.mark.parametrize("where", ["scale", re.compile("scale"), lambda m: m.scale, ["head", "scale"]])
-def test_what_selects_only_declared_frozen_leaves_points_to_thaw(where: Any):
-    message = r"selects only leaves that are declared frozen \('scale' \(float32\[1\]\)\); .*tp\.layout\(model, thaw="
-    for use in (tp.layout, tp.partition, tp.ravel, tp.trainables):
-        with pytest.raises(ValueError, match=message):
-            use(net(), where)
-    assert tp.layout(net(), "head", thaw="scale").paths == (*HEAD, "scale")
-
-
 def test_a_mask_is_tried_first_and_is_over_declarations():
     nothing, everything = (jax.tree.map(lambda _, word=word: word, net()) for word in (False, True))
     head = eqx.tree_at(lambda m: (m.head.weight, m.head.bias), nothing, (True, True))
@@ -142,24 +132,6 @@ def test_masks_of_trees_that_are_other_wheres_too():
     assert tp.layout(tuple(pair), (False, True)).paths == ("1",)
     assert tp.layout(ramp(1), True).paths == ("",)
     assert tp.layout({"a": pair, "n": None}, {"a": [False, True], "n": None}).paths == ("a.1",)
-    with pytest.raises(ValueError, match=r"the root is a list in the model, a tuple in the mask"):
-        tp.layout(pair, (True, False))
-
-
-def test_what_is_no_mask_of_the_model():
-    for mask, message in (
-        (
-            {"a": True},
-            r"a mask must have the structure of the model, with a bool at every leaf; 'b' is only in the model",
-        ),
-        ({"a": True, "b": {"c": True, "d": True}}, r"'b.d' is only in the mask"),
-        ({"a": True, "b": {"c": True}, "n": True}, r"'n' is None in the model, .* in the mask"),
-        ({"a": True, "b": Pair(True, True)}, r"'b' is a dict in the model, a Pair in the mask"),
-        ({"a": 1, "b": {"c": True}, "n": None}, r"must hold Python bools, got .*int; write jax.tree.map\(bool, mask\)"),
-        ({"a": jnp.array(True), "b": {"c": True}, "n": None}, r"a mask must hold Python bools, got .*bool\[\]"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            tp.layout({"a": ramp(2), "b": {"c": ramp(2)}, "n": None}, mask)
 
 
 # -- Freeze, then thaw
@@ -172,6 +144,8 @@ def test_freeze_then_thaw_before_anything_is_checked():
     assert tp.layout(model, **words).paths == ("encoder.embed",)
     assert tp.layout(model, tp.layout(model), **words) == tp.layout(model, **words)
     assert tp.layout(model, "head", thaw="encoder.embed").paths == ("encoder.embed",)
+    assert tp.layout(net(), "head", thaw="scale").paths == (*HEAD, "scale")
+    assert tp.layout(model, tp.layout(model, ties={})) == tp.layout(model)
     assert tp.layout(net(), "body", freeze="body.0", thaw=["scale", "body.0.bias"]).paths == (*BODY[1:], "scale")
     assert tp.layout(net(), thaw="head.bias", freeze="**").paths == HEAD[1:]
 
@@ -185,32 +159,6 @@ def test_the_last_word_wins():
 
 
 # -- A given layout
-
-
-def test_a_given_layout_has_its_ties_and_no_others():
-    model, array = {"a": ramp(2), "b": ramp(2)}, ramp(2)
-    layout = tp.layout(model)
-    assert tp.layout(model, tp.layout(model, ties={"b": "a"})).ties == {"a": ("b",)}
-    with pytest.raises(ValueError, match=r"has its ties already; pass `ties` where you make it"):
-        tp.layout(model, layout, ties={"b": "a"})
-    message = r"'a' and 'b' are one array, but the layout does not tie them; make it .* with ties=\{'b': 'a'\}"
-    for use in (tp.layout, tp.partition, tp.ravel):
-        with pytest.raises(ValueError, match=message):
-            use({"a": array, "b": array}, layout)
-
-
-def test_a_layout_given_with_a_model_that_it_does_not_fit():
-    layout = tp.layout({"a": ramp(2), "n": 5})
-    for model, message in (
-        ({"a": ramp(3), "n": 5}, r"does not fit the layout[^$]*'a' is float32\[2\] in the first, float32\[3\]"),
-        ({"a": ramp(2), "m": 5}, r"does not fit[^$]*'n' is only in the first[^$]*'m' is only in the second"),
-        ([ramp(1)] + [0.5] * 200, r"make the layout from this model, tp.layout\(model\)[^$]*\.\.\. and 199 more"),
-        ({"a": 1.0, "n": 5}, r"'a' is float32\[2\] in the first, no array in the second"),
-        (collections.OrderedDict(a=ramp(2), n=0.5), r"is a dict in the first, a OrderedDict in the second"),
-    ):
-        for use in (tp.layout, tp.partition, tp.ravel, tp.trainables):
-            with pytest.raises(ValueError, match=message):
-                use(model, layout)
 
 
 def test_inside_plain_jit_a_layout_made_outside_knows_what_is_lost_there():
@@ -231,7 +179,7 @@ def test_other_lists_need_one_that_selects():
     for use in (layout.freeze, layout.thaw, layout.indices):
         with pytest.raises(ValueError, match=r"'!head' only excludes; write .* before it: \['\*\*', '!head'\]"):
             use("!head")
-        with pytest.raises(ValueError, match=r"selects nothing: everything that it selects is excluded"):
+        with pytest.raises(ValueError, match=r"selects nothing: everything is excluded"):
             use(["head", "!head"])
 
 

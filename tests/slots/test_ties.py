@@ -113,64 +113,7 @@ def test_a_declared_tie_holds_where_arrays_no_longer_tell():
     assert tp.layout(grads).paths == ("encoder",)  # a canonical tree is a model too
 
 
-# -- What cannot be
-
-
-@pytest.mark.parametrize(
-    ("ties", "message"),
-    [
-        ({"b": "A"}, r"a tie names 'A', where the model has no leaf; nearest: "),
-        ({"node": "a"}, r"a tie names 'node', where the model has a node; name an array in it; nearest: 'node.x'"),
-        ({"count": "a"}, r"a tie names 'count' \(int32\[2\]\), which is not a parameter"),
-        ({"wide": ("tall", jnp.negative)}, r"'wide' is float32\[2,3\] .* to 'tall', which is float32\[3,2\] after neg"),
-        ({"a": "b", "b": ("c", jnp.transpose), "c": "a"}, r"the ties of '[abc]' form a cycle; name one path as"),
-        ({"again": ("a", jnp.transpose)}, r"'again' and 'a' are one array already, so one cannot be transpose of the"),
-        ({"a": "b", "again": "c"}, r"'again' is tied twice: to 'b' and to 'c'"),
-    ],
-)
-def test_ties_that_cannot_be(ties: Any, message: str):
-    model = squares() | {"wide": leaf(2, 3), "tall": leaf(3, 2), "half": leaf(2, 2, dtype=jnp.bfloat16)}
-    model |= {"again": model["a"], "count": np.arange(2), "number": 5, "node": {"x": leaf(2, 2)}}
-    with pytest.raises(ValueError, match=message):
-        tp.layout(model | {"turned": codec()}, ties=ties)
-
-
-@pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda: tp.field(tied_to="a", static=True), r"is not part of the tree: drop `static=True` or `tied_to=`"),
-        (lambda: tp.layout(Declares(leaf(2, 3), [leaf(3, 2)])), r"'decoder' tied to 'encoder', but it is a node, not"),
-        (lambda: tp.layout(Declares(None, leaf(3, 2))), r"a tie names 'encoder', where the model has no leaf"),
-        (lambda: tp.tie(codec(), "decode", to="encoder"), r"names 'decode', .* no leaf; nearest: 'decoder'"),
-        (lambda: tp.layout(squares(), ties={"b": ("a", "b")}), r"a tie needs a path such as .*, got \('a', 'b'\)"),
-        (lambda: tp.declare(Codec, ties={"decoder": 3}), r"tp.declare, 'decoder': a tie needs a path .*, got 3"),
-        (lambda: tp.tie({"a": leaf(2)}, tp.layout(codec())), r"does not fit the layout"),
-        (
-            lambda: tp.tie(squares(), "b", to="a", transform=jnp.negative),
-            r"an array cannot record that 'b' is negative of 'a'.*tied_to=\"a\".*ties=\{\"b\": \(\"a\", jnp.negative\)",
-        ),
-    ],
-)
-def test_what_is_refused(use: Any, message: str):
-    with pytest.raises((TypeError, ValueError), match=message):
-        use()
-
-
 # -- Trained as a whole
-
-
-def test_never_half_of_a_tie():
-    remedies = r"tp\.copy.*tp\.layout\(model, freeze=\['online.w', 'target.w'\]\), or thaw=.* or trainable="
-    for half in (
-        lambda model: tp.layout(model, "online"),
-        lambda model: tp.layout(model, {"online": {"w": True, "b": True}, "target": {"w": False}}),
-        lambda model: tp.layout(model, freeze="target"),
-        lambda model: tp.layout(model, freeze="**", thaw="online"),
-        lambda model: tp.layout(model).freeze("target"),
-    ):
-        with pytest.raises(ValueError, match=r"'online.w' is trained and 'target.w' is frozen.*one array.*" + remedies):
-            half(shared())
 
 
 def test_the_remedies_that_are_named_help():
@@ -199,8 +142,6 @@ def test_an_alias_with_a_transform_follows_its_source():
     frozen = layout.freeze("encoder")
     assert frozen == tp.layout(codec(), freeze=["encoder", "decoder"]) != layout
     assert jax.tree.leaves(frozen.mask) == [False, False]
-    with pytest.raises(ValueError, match=r"'decoder' is transpose of 'encoder', its source.* select the source"):
-        tp.layout(codec(), Codec(True, False))
 
 
 @pytest.mark.parametrize("transform", [None, jnp.transpose])

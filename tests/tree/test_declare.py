@@ -1,6 +1,5 @@
 """What classes say of their fields, their own and those of other packages."""
 
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -8,7 +7,6 @@ import flax.nnx
 import flax.struct
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 import paramax
 import pytest
@@ -67,25 +65,6 @@ def test_a_field_is_a_field_of_equinox():
     metadata = tp.field(trainable=False, metadata={"unit": "m"}).metadata
     assert (metadata["unit"], metadata["trainable"]) == ("m", False)
     assert "trainable" not in tp.field().metadata
-    with pytest.raises(ValueError, match=r"a static field is not part of the tree.*drop `static=True` or `trainable"):
-        tp.field(trainable=True, static=True)
-
-
-@pytest.mark.parametrize(
-    ("value", "path", "holds"),
-    [
-        (0.5, "value", "a Python"),
-        (np.arange(3), "value", r"int\d\d of shape \(3,\)"),
-        (jax.random.key(0), "value", r"key<fry> of shape \(\)"),
-        ([0.1, 0.2], "value.0", "a Python value"),
-    ],
-)
-def test_trainable_written_out_on_what_cannot_be_trained(value: Any, path: str, holds: str):
-    message = rf"'0.{path}' is declared trainable=True, but holds {holds}"
-    remedy = r".*write tp.field\(trainable=True, converter=jnp." if path == "value" else ""
-    for use in (tp.layout, tp.partition, tp.ravel, lambda model: tp.layout(model, freeze="**")):
-        with pytest.raises(TypeError, match=message + remedy):
-            use([Written(value), leaf()])
 
 
 def test_trainable_written_out_says_nothing_of_what_is_below():
@@ -105,25 +84,6 @@ def test_metadata_declares_for_any_dataclass(cls: Any):
     model = {"a": cls(leaf(), [leaf(3), pair()])}
     assert tp.layout(model).paths == ("a.weight",)
     assert set(tp.layout(model, thaw="a.frozen.1.bias").paths) == {"a.weight", "a.frozen.1.bias"}
-
-
-@dataclasses.dataclass
-class Nameless:
-    mean: Any = dataclasses.field(metadata={"trainable": False})
-
-
-jtu.register_pytree_node(Nameless, lambda node: ((node.mean,), None), lambda _, children: Nameless(*children))
-
-
-class Wrong(eqx.Module):
-    weight: Any = eqx.field(metadata={"trainable": "no"})
-
-
-def test_declarations_that_cannot_be_read():
-    with pytest.raises(TypeError, match=r"Nameless declares which fields train but is a pytree without field names"):
-        tp.layout(Nameless(leaf()))
-    with pytest.raises(TypeError, match=r"Wrong.weight: `trainable` must be True or False, got 'no'"):
-        tp.layout(Wrong(leaf()))
 
 
 # -- Other libraries
@@ -204,10 +164,3 @@ def test_classes_that_are_no_dataclass():
     layout = tp.layout({"p": cls([leaf(), leaf()], leaf()), "q": Pair(leaf(), leaf())})
     assert layout.paths == ("p.first.0", "q.first", "q.second")
     assert layout.ties == {"p.first.0": ("p.first.1",)}
-
-
-def test_declaring_a_field_that_is_not_there():
-    for declaration in ({"freeze": ("bias", "wieght.*")}, {"ties": {"bias": ("wieght.0", jnp.transpose)}}):
-        with pytest.raises(ValueError, match=r"Foreign has no field for 'wieght.*; nearest: 'weight'"):
-            tp.declare(Foreign, **declaration)
-    assert tp.layout(Foreign(leaf(), leaf())).paths == ("weight", "bias")

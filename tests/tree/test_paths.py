@@ -60,12 +60,6 @@ def test_a_path_is_its_keys_quoted_where_the_contract_says_and_reads_back(keys: 
     assert tp.layout([model, leaf()], "0." + path).paths == ("0." + path,)
 
 
-def test_text_that_is_no_path_says_so():
-    for path in ('"a', '"a.b', 'x."a', '"a"b', '"a""b".c', 'layers."a"b.0'):
-        with pytest.raises(ValueError, match=r"the path .* cannot be read at"):
-            tp.layout({"a": leaf()}, path)
-
-
 @few
 @given(st.lists(keys, unique_by=str, min_size=1, max_size=5))
 def test_siblings_never_share_a_path_and_each_selects_its_own_leaf_alone(keys: list[Any]):
@@ -75,16 +69,6 @@ def test_siblings_never_share_a_path_and_each_selects_its_own_leaf_alone(keys: l
     for path in paths:
         assert tp.layout(model, path).paths == (path,)
         assert tp.layout(model)[path].path == path
-
-
-def test_keys_of_one_text_are_refused():
-    for model, message in (
-        (ordered(1, "1"), r"\[1\] and \['1'\] of the root have the same text in a path, '1'"),
-        (ordered(True, "True"), r"of the root have the same text in a path, 'True'"),
-        ({"a": [ordered("b", 1.5, "1.5")]}, r"of the node at 'a\.0' have the same text"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tp.layout(model)
 
 
 # -- One entry per key, whatever the node

@@ -29,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._tree.types import is_complex, widened
+from .._tree.types import is_complex, is_key, widened
 from .mesh import broadcast_as, first_axis_whole, is_sharded, laid_as, replicated, varying_alike
 
 _Shapes = tuple[tuple[int, ...], ...]
@@ -458,7 +458,7 @@ def stacked(arrays: Sequence[jax.Array], rank: int | None = None) -> jax.Array:
     """Stacks arrays of one shape, before their last `rank` axes; `None` means before all of them."""
     shape = arrays[0].shape
     shape = shape if rank is None else shape[len(shape) - rank :]
-    if jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
+    if is_key(arrays[0]):
         return jnp.stack(arrays, arrays[0].ndim - len(shape))
     return join(_alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
 
@@ -466,7 +466,7 @@ def stacked(arrays: Sequence[jax.Array], rank: int | None = None) -> jax.Array:
 def _cut_spans(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:
     """Cuts arrays at ascending `(start, size, shape)` out of the axis before the last `rank` ones, and no gaps."""
     axis = array.ndim - 1 - rank
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         slices = [jax.lax.slice_in_dim(array, start, start + size, axis=axis) for start, size, _ in spans]
         return [each.reshape(*array.shape[:axis], *span[2]) for each, span in zip(slices, spans, strict=True)]
     return cut(array, _with_gaps(spans, array.shape[axis + 1 :], array.shape[axis]), rank)[1::2]

@@ -21,7 +21,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from .._slots.index import Slot, first_entries
+from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.where import Where
 from .._tree.paths import key_entries, key_text, nearest
@@ -474,7 +474,7 @@ def _grouped(layout: Layout, groups: object) -> dict[str, list[int]]:
     if not isinstance(groups, Mapping) or not all(isinstance(name, str) for name in groups):
         raise TypeError(f"groups must be a dictionary {{name: where}}, got {groups!r:.80}")
     index = index_of(layout)
-    entries = first_entries(index, list(groups.values()))
+    entries = index.first_entries(list(groups.values()))
     found: dict[str, list[int]] = {name: [] for name in groups}
     for slot, leaf in enumerate(index.positions):
         if leaf in entries:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
-from .._slots.index import Index, summary_of
+from .._slots.index import Index
 from .._slots.layout import Layout, slot_at
 from .._slots.match import read_slots, slot_gradients
 from .._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
@@ -25,7 +25,7 @@ from .._slots.where import Where, name_of, nodes_in, subtreedefs
 from .._tree.static_keys import static_key
 from .._tree.structure import is_array
 from .._tree.text import describe, quoted
-from .._tree.types import PyTree, TreeDef
+from .._tree.types import PyTree, TreeDef, is_key
 from .block import cast, cut_columns, stacked
 from .form import Form
 from .mesh import broadcast_as, is_sharded, split
@@ -158,9 +158,8 @@ def _stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[str] | None = None
     for i, array in enumerate(arrays):
         # A stack has no weak type, JAX joins no keys, NumPy has dtypes that JAX has not, and what lies on other devices
         # stays there.
-        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
         is_split = groups is None and (is_sharded(array) or split(array) is not None)
-        if isinstance(array, np.ndarray) or is_key or array.weak_type or is_split:
+        if isinstance(array, np.ndarray) or is_key(array) or array.weak_type or is_split:
             continue
         where = groups[i] if groups is not None else _devices_of(array)
         alike.setdefault((describe(array), where), []).append(i)
@@ -463,7 +462,7 @@ class Restructure(Generic[M]):
 
     def __str__(self) -> str:
         index, _, places = known_leaves(self)
-        return str(summary_of(index, places))
+        return str(index.summary(places))
 
 
 Restructure.__module__ = "treeparams"

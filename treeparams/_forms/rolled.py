@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from .._programs import Kind, Walk, bind, derivative, is_floating, kind_of, operation_name, programs
 from .._tree.static_keys import static_key
+from .._tree.types import is_key
 from .block import cut, cut_columns
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -467,7 +467,7 @@ class _Evaluation:
         self._values |= {_result(last, place): value for place, value in zip(loop.first, carry, strict=True)}
         for place, values in zip(kept, stacked, strict=True):
             its = {i: var for i, part in enumerate(loop.parts) if (var := _result(part, place)) in self._needed}
-            rows = [*values] if _is_key(values) else cut(values, (values.shape[1:],) * len(values), values.ndim - 1)
+            rows = [*values] if is_key(values) else cut(values, (values.shape[1:],) * len(values), values.ndim - 1)
             self._values |= {var: rows[i] for i, var in its.items()}
 
 
@@ -488,10 +488,6 @@ def _columns_cut(loop: _EqualParts, read: Callable[[_Var], Any]) -> dict[_Column
     return found
 
 
-def _is_key(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
 def _strong(array: Any) -> Any:
     """Returns the array without a weak type: the first carry might have one and the next one not."""
-    return array if _is_key(array) else jax.lax.convert_element_type(array, array.dtype)
+    return array if is_key(array) else jax.lax.convert_element_type(array, array.dtype)

@@ -76,17 +76,14 @@ def _places(
         yield key, leaves
 
 
-def _set_facts(key: Hashable, facts: Iterable[Any]) -> None:
+def _set_facts(key: Hashable, facts: Iterable[Any], *, is_change: bool = False) -> None:
+    global changes
     with _changing:
+        changes += is_change
         _facts[key] = dict.fromkeys(facts)
         _facts.move_to_end(key)
         while len(_facts) > _MOST:
             _facts.popitem(last=False)
-
-
-def _note_change() -> None:
-    global changes
-    changes += 1
 
 
 def _holding(structure: Structure, pair: _Pair) -> list[int]:
@@ -134,8 +131,7 @@ def note_ties(structure: Structure, pairs: Iterable[_Pair], *, word: str = "one"
         known, fact = _facts.get(key), (_shapes(structure, node), frozenset(its))
         is_new_kind = above is None or (len(node.entries) >= above and known != {})
         if is_new_kind and fact not in (known or {}):
-            _set_facts(key, [*list(known or {})[-_SHAPES:], fact])
-            _note_change()
+            _set_facts(key, [*list(known or {})[-_SHAPES:], fact], is_change=True)
 
 
 def note_tied(structure: Structure, pairs: Sequence[_Pair]) -> None:
@@ -143,8 +139,7 @@ def note_tied(structure: Structure, pairs: Sequence[_Pair]) -> None:
     for pair in pairs:
         for key, leaves in _places("untied", structure, pair, "", ""):
             if not leaves.isdisjoint(_facts.get(key, ())):
-                _set_facts(key, [leaf for leaf in _facts[key] if leaf not in leaves])
-                _note_change()
+                _set_facts(key, [leaf for leaf in _facts[key] if leaf not in leaves], is_change=True)
     _note("said", structure, pairs)
     note_ties(structure, pairs)
 
@@ -195,11 +190,6 @@ def keep_apart(tracers: Iterable[Any]) -> None:
             _apart[key] = weakref.ref(each, lambda _, key=key: _apart.pop(key, None))
 
 
-def _are_apart(values: Iterable[Any]) -> bool:
-    """Returns whether values are tracers that are separate as their arrays are."""
-    return all(id(each) in _apart for each in values)
-
-
 # -- One array, though nobody says so ----------------------------------------------------------------------------------
 
 
@@ -209,8 +199,9 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
     if structure.is_traced:
         # Not of aliases whose sources are known in spite of the trace, nor of frozen ones, which have no gradient that
         # could make them differ.
-        pairs = [pair for pair in _parted(index, any) if not _are_apart(leaves[i] for i in pair)]
+        pairs = [pair for pair in _parted(index, any) if not all(id(leaves[i]) in _apart for i in pair)]
         _warn_once("lost", index, pairs, _LOST)
+    if structure.is_traced or index.checked.get("accidents") == changes:
         return
     index.checked["accidents"] = changes
     _note("said", structure, [(tie.source, tie.leaf) for tie in index.ties if tie.is_said and not tie.transforms])
@@ -219,7 +210,7 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
     if not pairs:
         return
     _note("said", structure, pairs)  # there is no more to say of them
-    is_constant = functools.cache(lambda leaf: _is_one_number(_pieces_read(leaves[leaf])))
+    is_constant = functools.cache(lambda leaf: _is_one_number(_values_read(leaves[leaf])))
     are_copies = pairs == unsaid and _is_one_node_repeated(structure)
     if not are_copies:
         pairs = [pair for pair in pairs if leaves[pair[0]].size > 1 and _is_accident(structure, pair, is_constant)]
@@ -232,14 +223,16 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
 
 def _is_one_node_repeated(structure: Structure) -> bool:
     """Returns whether a model is only a list, tuple or dictionary of the same node, as `[net] * 4`."""
-    children = [(number, node) for number, node in enumerate(structure.nodes) if len(node.entries) == 1]
-    held = [_arrays_below(structure, node) for _, node in children]
-    is_all = sum(node.stop - node.start for _, node in children) == len(structure.specs)
-    is_plain = bool(children) and structure.nodes[0].cls in (list, tuple, dict)
-    if not is_plain or not is_all or len(held) < 2 or any(arrays != held[0] for arrays in held):
+    numbers = [number for number, node in enumerate(structure.nodes) if len(node.entries) == 1]
+    if len(numbers) < 2 or structure.nodes[0].cls not in (list, tuple, dict):
         return False
-    treedefs = subtreedefs(structure)  # an inverse, say, holds the same arrays and is not the same node
-    return all(same_treedef(treedefs[number], treedefs[children[0][0]]) for number, _ in children)
+    (first, *others), treedefs = [structure.nodes[number] for number in numbers], subtreedefs(structure)
+    arrays = _arrays_below(structure, first)
+    # As long as the whole: there is nothing beside them. An inverse, say, holds the same arrays and is another node.
+    return (first.stop - first.start) * len(numbers) == len(structure.specs) and all(
+        _arrays_below(structure, other) == arrays and same_treedef(treedefs[number], treedefs[numbers[0]])
+        for number, other in zip(numbers[1:], others, strict=True)
+    )
 
 
 def _arrays_below(structure: Structure, node: Node) -> list[tuple[tuple[str, ...], int]]:
@@ -268,10 +261,10 @@ def _is_accident(structure: Structure, pair: _Pair, is_constant: Callable[[int],
 def _unsaid_in_words(structure: Structure, pairs: Sequence[_Pair], reason: str) -> str:
     places: dict[int, list[str]] = {}
     for source, leaf in pairs:
-        places.setdefault(source, [structure.paths[source]]).append(structure.paths[leaf])
-    groups = [" and ".join([first_few(list(map(repr, its[:-1]))), repr(its[-1])]) for its in places.values()]
+        places.setdefault(source, [repr(structure.paths[source])]).append(repr(structure.paths[leaf]))
+    groups = [f"{first_few(its[:-1])} and {its[-1]}" for its in places.values()]
     source, alias = next(iter(places.values()))[:2]
-    return _UNSAID.format(first_few(groups), repr(source), repr(alias), reason)
+    return _UNSAID.format(first_few(groups), source, alias, reason)
 
 
 _UNSAID = (
@@ -320,13 +313,14 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
     given = set(map(frozenset, _met("given", structure)))
     pairs, lost = [pair for pair in _parted(index, all) if frozenset(pair) not in given], list[_Pair]()
     for pair in _unknown("parted", structure, pairs):
-        one, other = (_pieces_read(leaves[i]) for i in pair)
+        one, other = (_values_read(leaves[i]) for i in pair)
         # Zeros are equal without having been one: such arrays tell nothing yet.
-        if one and other and not _is_one_number(one):
-            if _are_equal_bits(one, other):
-                lost.append(pair)
-            else:
-                _note("parted", structure, [pair])
+        if one is None or other is None or _is_one_number(one):
+            continue
+        if _are_equal_bits(one, other):
+            lost.append(pair)
+        else:
+            _note("parted", structure, [pair])
     _warn_once("parted", index, lost, _PARTED)
 
 
@@ -345,6 +339,8 @@ _PARTED = (
 
 def warn_of_forgotten_ties(index: Index) -> None:
     """Warns, once, of ties that another layout of such models was given and that training would break."""
+    if index.checked.get("forgotten") == changes:
+        return
     index.checked["forgotten"] = changes
     # Of arrays that were one, and that a trace has made two, `warn_of_accidents` warns.
     words = ["computed"] if index.structure.is_traced else ["computed", "given"]
@@ -361,31 +357,25 @@ _FORGOTTEN = (
 # -- Values ------------------------------------------------------------------------------------------------------------
 
 
-def _is_one_number(values: Sequence[np.ndarray]) -> bool:
-    """Returns whether all elements of an array are equal; `False` if they cannot be read."""
-    first = [each[0] for each in values if each.size][:1]
-    parts = [part for each in values for part in (each[:_FEW], each)]  # nearly always the first few elements tell
-    return bool(values) and all(bool((part == number).all()) for part in parts for number in first)
+def _is_one_number(values: np.ndarray | None) -> bool:
+    """Returns whether all elements of an array are equal; `False` if there are none, or they cannot be read."""
+    few = values[:1024] if values is not None else ()  # nearly always the first few elements tell
+    return len(few) > 0 and all(bool((part == few[0]).all()) for part in (few, values))
 
 
-_FEW = 1024
+def _are_equal_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    return (one.dtype, one.size) == (other.dtype, other.size) and one.tobytes() == other.tobytes()
 
 
-def _are_equal_bits(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
-    """Returns whether two arrays that are split alike are equal bit for bit."""
-    are_alike = [(each.dtype, each.size) for each in one] == [(each.dtype, each.size) for each in other]
-    pairs = zip(one, other, strict=False)
-    return are_alike and all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
-
-
-def _pieces_read(array: Any) -> list[np.ndarray]:
-    """Returns the elements of an array that this process can read, one flat array for each piece."""
+def _values_read(array: Any) -> np.ndarray | None:
+    """Returns the elements of an array that this process can read, in one dimension; `None` if it can read none."""
     if isinstance(array, np.ndarray):
-        return [np.ascontiguousarray(array).reshape(-1)]
+        return array.reshape(-1)
     if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.is_deleted():
-        return []
+        return None
     # Whoever forbids transfers means those of every step. The copies are of pieces, since an array keeps its own.
     with jax.transfer_guard_device_to_host("allow"):
-        if array.is_fully_replicated:
-            return [np.asarray(array.addressable_data(0)).reshape(-1)]
-        return [np.asarray(shard.data).reshape(-1) for shard in array.addressable_shards if shard.replica_id == 0]
+        pieces = [shard.data for shard in array.addressable_shards if shard.replica_id == 0]
+        pieces = [array.addressable_data(0)] if array.is_fully_replicated else pieces
+        read = [np.asarray(piece).reshape(-1) for piece in pieces]
+    return read[0] if len(read) == 1 else np.concatenate(read) if read else None

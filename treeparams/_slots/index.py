@@ -19,29 +19,6 @@ from .ties import Alias, followers
 from .where import Where, declared_frozen, name_of, select
 
 
-def digest_of(structure: Structure, trained: Sequence[bool], ties: Iterable[Alias]) -> str:
-    """Returns a digest of paths, shapes, dtypes, trained leaves and ties.
-
-    It leaves out node types, static values and leaves that are not arrays, so a dictionary that becomes a class keeps
-    its digest.
-    """
-    paths, in_words = structure.paths, functools.cache(str)  # of few dtypes, which NumPy names slowly
-    # In tree order, since that is how slots follow one another in a vector and in stacks.
-    leaves = [
-        [path, list(spec.shape), in_words(spec.dtype), is_trained]
-        for path, spec, is_trained in zip(paths, structure.specs, trained, strict=True)
-        if spec is not None
-    ]
-    # A transform goes by its name and what it binds, without its module, which may be `__main__` in one process only.
-    aliases = sorted([paths[tie.leaf], paths[tie.source], str(tie)] for tie in ties)
-    # Whoever changes this text makes all checkpoints foreign.
-    text = json.dumps([leaves, aliases], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
-
-
-_LENGTH = 16
-
-
 class Slot(NamedTuple):
     """One distinct trained parameter, and its place in the vector and in the stacks."""
 
@@ -95,6 +72,26 @@ class Index:
                 self.by_leaf[alias.leaf] = self.by_leaf[alias.source]
                 if alias.transforms:
                     self.computed.append((self.by_leaf[alias.leaf], alias))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A digest of paths, shapes, dtypes, trained leaves and ties.
+
+        It leaves out node types, static values and leaves that are not arrays, so a dictionary that becomes a class
+        keeps its digest.
+        """
+        paths, in_words = self.structure.paths, functools.cache(str)  # of few dtypes, which NumPy names slowly
+        # In tree order, since that is how slots follow one another in a vector and in stacks.
+        leaves = [
+            [path, list(spec.shape), in_words(spec.dtype), is_trained]
+            for path, spec, is_trained in zip(paths, self.structure.specs, self.trained, strict=True)
+            if spec is not None
+        ]
+        # A transform goes by its name and what it binds, without its module, which may be `__main__` in one process.
+        aliases = sorted([paths[tie.leaf], paths[tie.source], str(tie)] for tie in self.ties)
+        # Whoever changes this text makes all checkpoints foreign.
+        text = json.dumps([leaves, aliases], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @functools.cached_property
     def tied_to(self) -> dict[str, str]:
@@ -209,6 +206,126 @@ class Index:
         positions = self.by_leaf | {alias.leaf: nothing + 1 + n for n, (_, alias) in enumerate(self.computed)}
         return getter([positions.get(leaf, nothing) for leaf in range(len(self.trained))])
 
+    # -- Rules: `{where: value}`
+
+    def first_entries(
+        self,
+        wheres: Sequence[Where],
+        among: Collection[int] | None = None,
+        *,
+        asked: Collection[int] | None = None,
+        kind: str = "parameter",
+        may_be_empty: bool = False,
+    ) -> dict[int, int]:
+        """Returns, for each leaf that any entry selects, the number of the entry that gives its value.
+
+        A tied parameter gets the value for its source. An entry that selects nothing, or only leaves that earlier
+        entries selected, is an error, except for a final `**`, the default.
+
+        Args:
+            wheres: of the entries, in order.
+            among: the leaves that an entry may select; `None`: the parameters.
+            asked: the leaves for which an entry must have an effect, if it selects any of them; `None`: the trained
+                ones. An entry that selects only others has no effect.
+            kind: of the leaves, in words.
+            may_be_empty: whether an entry may select nothing, as in a tree of which only a part is shown.
+        """
+        asked = frozenset(self.positions if asked is None else asked)
+        found: dict[int, int] = {}
+        for number, where in enumerate(wheres):
+            selected = select(self.structure, where, self.follows, among=among, kind=kind, may_be_empty=may_be_empty)
+            its = selected.difference(self.sources)
+            if selected and not its:  # only aliases, for which their source decides
+                alias, source = (repr(self.structure.paths[i]) for i in (min(selected), self.sources[min(selected)]))
+                are_one = f"{name_of(where)} names {alias}, but {source} and {alias} are one array"
+                raise ValueError(f"{are_one}. Either make {alias} a separate array (tp.untie), or write {source}")
+            left = its.difference(found)
+            if not left and its & asked and (number < len(wheres) - 1 or where != "**"):
+                earlier = dict.fromkeys(found[leaf] for leaf in sorted(its & asked))
+                names = ", ".join(name_of(wheres[each]) for each in earlier)
+                raise ValueError(f"{name_of(where)} comes too late: {names} before it selects the same parameters")
+            found |= dict.fromkeys(left, number)
+        return found
+
+    # -- What cannot train
+
+    def refuse_refs(self) -> None:
+        """Raises a `ValueError` if a ref is among the trained parameters."""
+        refs = [self.structure.paths[i] for i in sorted(self.structure.refs) if self.trained[i]]
+        if refs:
+            raise ValueError(
+                f"expected arrays to train, got a ref, which is an array that can be written, at {quoted(refs)}. To "
+                "train its value, put ref[...] or jax.freeze(ref) into the model, and make a new ref of the result. To "
+                f"leave it out, pass freeze={refs[0]!r} to tp.layout, declare it frozen, or pass a `where` without it"
+            )
+
+    def warn_of_floats(self) -> None:
+        """Warns, once per kind, of numbers beside parameters in plain containers, which no class can declare."""
+        structure = self.structure
+        numbers = [] if structure.is_traced else _numbers(structure)
+        if not numbers:
+            return
+        frozen, parameters = declared_frozen(structure), frozenset(structure.parameters)
+        plain = [node for node in structure.nodes if node.cls in (dict, list, tuple)]
+        beside = {node.entries for node in plain if not parameters.isdisjoint(range(node.start, node.stop))}
+        paths = [structure.paths[i] for i in numbers if i not in frozen and structure.entries[i][:-1] in beside]
+        if paths:
+            warn(
+                f"{quoted(paths)}: a Python number is not a parameter and does not train. To train it, {AS_ARRAY}. If "
+                "it is a constant, hold it in a static field, or outside the model",
+                about=("floats", *structure.kinds[:1]),
+            )
+
+    def warn_of_nothing(self) -> None:
+        """Warns that nothing is trained, and says why."""
+        paths = self.structure.paths
+        frozen = [paths[i] for i in self.structure.parameters]
+        numbers = quoted([paths[i] for i in _numbers(self.structure)])
+        if frozen:
+            why = f"all parameters are frozen ({quoted(frozen, 5)}); thaw them with tp.layout(model, thaw=...)"
+        else:
+            why = "the model has no floating or complex arrays"
+            why += f", and {numbers}: numbers are not parameters; {AS_ARRAY}" if numbers else ""
+        warn(f"nothing is trained: {why}")
+
+    # -- In words
+
+    def summary(
+        self,
+        places: Mapping[str, str] | None = None,
+        *,
+        depth: int | None = None,
+        notes: Mapping[str, str] | None = None,
+    ) -> "Summary":
+        """Returns the table of a model's arrays.
+
+        Args:
+            places: of the parameters in a form.
+            depth: how many entries of a path are shown; all deeper arrays below one node share a row.
+            notes: further lines below the table.
+        """
+        structure, rows = self.structure, list[_Row]()
+        for i, (path, spec) in enumerate(zip(structure.paths, structure.specs, strict=True)):
+            if spec is not None and (i not in self.sources if spec.parameter else structure.first[i] == i):
+                sizes = 1, math.prod(spec.shape), math.prod(spec.shape) * spec.dtype.itemsize
+                is_trained = i in self.by_leaf and i not in structure.refs
+                role = "trained" if is_trained else "frozen" if spec.parameter else "other"
+                place, tied_to = (places or {}).get(path, ""), self.tied_to.get(path, "")
+                rows.append(_Row(path, spec.shape, str(spec.dtype), *sizes, role, place, tied_to))
+        shown = rows
+        if depth is not None:
+            groups = itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
+            shown = [_joined(path, list(members)) for path, members in groups]
+        narrow = [self.slots[slot] for slot in self.narrow_slots]
+        own = {"narrow": "", "no arrays": _no_arrays(structure)}
+        if narrow:
+            dtypes = first_few(list(dict.fromkeys(str(slot.dtype) for slot in narrow)))
+            own["narrow"] = (
+                f"{sum(slot.size for slot in narrow):,} trained in {dtypes}, where small steps round to zero; "
+                "optim.master and tp.Ema keep float32"
+            )
+        return Summary(rows, shown, own | dict(notes or {}))
+
 
 # -- In words ----------------------------------------------------------------------------------------------------------
 
@@ -274,50 +391,6 @@ class Summary(Printed):
 Summary.__module__ = "treeparams.types"
 
 
-def summary_of(
-    index: Index,
-    places: Mapping[str, str] | None = None,
-    *,
-    depth: int | None = None,
-    notes: Mapping[str, str] | None = None,
-) -> Summary:
-    """Returns the table of a model's arrays.
-
-    Args:
-        index: of the model.
-        places: of the parameters in a form.
-        depth: how many entries of a path are shown; all deeper arrays below one node share a row.
-        notes: further lines below the table.
-    """
-    structure, rows = index.structure, list[_Row]()
-    for i, (path, spec) in enumerate(zip(structure.paths, structure.specs, strict=True)):
-        if spec is not None and (i not in index.sources if spec.parameter else structure.first[i] == i):
-            sizes = 1, math.prod(spec.shape), math.prod(spec.shape) * spec.dtype.itemsize
-            is_trained = i in index.by_leaf and i not in structure.refs
-            role = "trained" if is_trained else "frozen" if spec.parameter else "other"
-            place, tied_to = (places or {}).get(path, ""), index.tied_to.get(path, "")
-            rows.append(_Row(path, spec.shape, str(spec.dtype), *sizes, role, place, tied_to))
-    shown = rows
-    if depth is not None:
-        groups = itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
-        shown = [_joined(path, list(members)) for path, members in groups]
-    own = {"narrow": _of_narrow(index, rows), "no arrays": _no_arrays(structure)}
-    return Summary(rows, shown, own | dict(notes or {}))
-
-
-def _of_narrow(index: Index, rows: Sequence[_Row]) -> str:
-    """Describes the trained parameters with less than single precision, if there are any."""
-    paths = {index.slots[slot].path for slot in index.narrow_slots}
-    own = [row for row in rows if row.path in paths]
-    if not own:
-        return ""
-    dtypes = first_few(list(dict.fromkeys(row.dtype for row in own)))
-    return (
-        f"{sum(row.elements for row in own):,} trained in {dtypes}, where small steps round to zero; optim.master and "
-        "tp.Ema keep float32"
-    )
-
-
 def _joined(path: str, rows: Sequence[_Row]) -> _Row:
     """Joins several rows into one; a single row is returned as it is."""
     if len(rows) == 1:
@@ -331,10 +404,7 @@ def _joined(path: str, rows: Sequence[_Row]) -> _Row:
     return _Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
 
 
-# -- What cannot train -------------------------------------------------------------------------------------------------
-
 _FLOATS = ("float", "complex", "float16", "float32", "float64", "longdouble", "complex64", "complex128")
-_PLAIN = (dict, list, tuple)
 
 
 def _numbers(structure: Structure) -> list[int]:
@@ -347,105 +417,3 @@ def _no_arrays(structure: Structure) -> str:
     first = _numbers(structure)
     rest = [i for i, kind in enumerate(structure.values) if kind is not None and i not in first]
     return first_few([f"{structure.paths[i] or repr('')} ({structure.values[i]})" for i in (*first, *rest)])
-
-
-def warn_of_floats(structure: Structure) -> None:
-    """Warns, once per kind, of numbers beside parameters in plain containers, which no class can declare."""
-    its = _numbers(structure)
-    if not its or structure.is_traced:
-        return
-    frozen, parameters = declared_frozen(structure), frozenset(structure.parameters)
-    plain = {
-        node.entries
-        for node in structure.nodes
-        if node.cls in _PLAIN and not parameters.isdisjoint(range(node.start, node.stop))
-    }
-    paths = [structure.paths[i] for i in its if i not in frozen and structure.entries[i][:-1] in plain]
-    if paths:
-        warn(
-            f"{quoted(paths)}: a Python number is not a parameter and does not train. To train it, {AS_ARRAY}. If "
-            "it is a constant, hold it in a static field, or outside the model",
-            about=("floats", *structure.kinds[:1]),
-        )
-
-
-def refuse_refs(index: Index) -> None:
-    """Raises a `ValueError` if a ref is among the trained parameters."""
-    refs = [index.structure.paths[i] for i in sorted(index.structure.refs) if index.trained[i]]
-    if refs:
-        raise ValueError(
-            f"expected arrays to train, got a ref, which is an array that can be written, at {quoted(refs)}. To train "
-            "its value, put ref[...] or jax.freeze(ref) into the model, and make a new ref of the result, "
-            f"jax.new_ref(array). To leave it out, pass freeze={refs[0]!r} to tp.layout, declare it frozen, or pass a "
-            "`where` without it"
-        )
-
-
-def warn_of_nothing(index: Index) -> None:
-    """Warns that nothing is trained, and says why."""
-    structure = index.structure
-    frozen = [structure.paths[i] for i in structure.parameters]
-    if frozen:
-        warn(
-            f"nothing is trained: all parameters are frozen ({quoted(frozen, 5)}); thaw them with "
-            "tp.layout(model, thaw=...)"
-        )
-        return
-    its = quoted([structure.paths[i] for i in _numbers(structure)])
-    numbers_too = f", and {its}: numbers are not parameters; {AS_ARRAY}" if its else ""
-    warn(f"nothing is trained: the model has no floating or complex arrays{numbers_too}")
-
-
-# -- Rules: `{where: value}` -------------------------------------------------------------------------------------------
-
-
-def first_entries(
-    index: Index,
-    wheres: Sequence[Where],
-    among: Collection[int] | None = None,
-    *,
-    asked: Collection[int] | None = None,
-    kind: str = "parameter",
-    may_be_empty: bool = False,
-) -> dict[int, int]:
-    """Returns, for each leaf that any entry selects, the number of the entry that gives its value.
-
-    A tied parameter gets the value for its source. An entry that selects nothing, or only leaves that earlier entries
-    selected, is an error, except for a final `**`, the default.
-
-    Args:
-        index: of a model.
-        wheres: of the entries, in order.
-        among: the leaves that an entry may select; `None`: the parameters.
-        asked: the leaves for which an entry must have an effect, if it selects any of them; `None`: the trained ones.
-            An entry that selects only others has no effect.
-        kind: of the leaves, in words.
-        may_be_empty: whether an entry may select nothing, as in a tree of which only a part is shown.
-    """
-    asked = frozenset(index.positions if asked is None else asked)
-    found: dict[int, int] = {}
-    for number, where in enumerate(wheres):
-        selected = select(index.structure, where, index.follows, among=among, kind=kind, may_be_empty=may_be_empty)
-        _check_ties(index, where, selected)
-        its = selected.difference(index.sources)
-        left = its.difference(found)
-        if not left and its & asked and (number < len(wheres) - 1 or where != "**"):
-            earlier = dict.fromkeys(found[leaf] for leaf in sorted(its & asked))
-            raise ValueError(
-                f"{name_of(where)} comes too late: {', '.join(name_of(wheres[each]) for each in earlier)} before it "
-                "selects the same parameters; the first entry that selects a parameter decides"
-            )
-        found |= dict.fromkeys(left, number)
-    return found
-
-
-def _check_ties(index: Index, where: object, selected: frozenset[int]) -> None:
-    """Raises a `ValueError` for an entry that selects only aliases of arrays, since the source decides for these."""
-    if selected and selected <= index.sources.keys():
-        leaf = min(selected)
-        source, paths = index.sources[leaf], index.structure.paths
-        raise ValueError(
-            f"{name_of(where)} names {paths[leaf]!r}, but {paths[source]!r} and {paths[leaf]!r} are one array. "
-            f"Either make {paths[leaf]!r} a separate array (tp.copy, as for a target network; tp.untie), or write "
-            f"{paths[source]!r}"
-        )

@@ -23,9 +23,8 @@ from .._tree.static_keys import contents
 from .._tree.structure import Structure, structure_of
 from .._tree.text import Printed, Table, describe, first_few, first_lines
 from .._tree.types import PyTree, common_dtype
-from . import accidents
 from .accidents import meet, note_ties, warn_of_accidents, warn_of_parted_ties
-from .index import Index, Slot, digest_of, refuse_refs, summary_of, warn_of_floats
+from .index import Index, Slot
 from .ties import Alias, find_ties
 from .where import Where, decide, select
 
@@ -57,9 +56,7 @@ class Layout(Printed):
         vars(self).update(_index=index, _notes=tuple(notes))
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(
-            f"a Layout is immutable, so {name!r} cannot be set; layout.freeze and layout.thaw return a new one"
-        )
+        raise AttributeError(f"a Layout is immutable: {name!r} not set; layout.freeze and layout.thaw return others")
 
     # -- What it says
 
@@ -94,7 +91,7 @@ class Layout(Printed):
         paths, aliases = self._index.structure.paths, self._index.aliases
         return {paths[source]: tuple(paths[alias.leaf] for alias in its) for source, its in aliases.items()}
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """16 hexadecimal digits that are equal for layouts with equal paths, shapes, dtypes, trained leaves and ties.
 
@@ -107,8 +104,7 @@ class Layout(Printed):
         >>> of({"w": jnp.ones(3)}), of({"w": np.ones(3, np.float32)}), of({"w": jnp.ones(4)})
         ('d9a89746af407a62', 'd9a89746af407a62', 'ad6dd18672a8abe2')
         """
-        index = self._index
-        return digest_of(index.structure, index.trained, index.ties)
+        return self._index.digest
 
     @property
     def mask(self) -> PyTree:
@@ -276,7 +272,7 @@ class Layout(Printed):
         return f"Layout({counts}; {frozen} frozen; digest {self.digest})"
 
     def _blocks(self) -> list[Table | str]:
-        return [*summary_of(self._index).blocks, *self._notes]
+        return [*self._index.summary().blocks, *self._notes]
 
 
 Layout.__module__ = "treeparams"
@@ -309,9 +305,8 @@ def slot_at(layout: Layout, path: str) -> int:
     if leaf is None and any(path == node.path for node in structure.nodes):
         raise KeyError(f"{path!r} is a node; layout.indices({path!r}) are the positions of the parameters below it")
     if leaf is None:
-        raise KeyError(
-            f"{path!r} is not a path of the model{nearest(path, [structure.paths[i] for i in index.by_leaf])}"
-        )
+        known = [structure.paths[i] for i in index.by_leaf]
+        raise KeyError(f"{path!r} is not a path of the model{nearest(path, known)}")
     if structure.is_parameter(leaf):
         raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
     raise KeyError(f"{structure.describe(leaf)} is not a parameter")
@@ -333,7 +328,7 @@ def _changed_by(layout: Layout, freeze: Where | None = None, thaw: Where | None 
     index = index_of(layout)
     said = {i: index.trained[i] for i in index.structure.parameters if i not in index.follows}
     made = _relaid(layout, freeze=freeze, thaw=thaw, said=said)
-    refuse_refs(index_of(made))
+    index_of(made).refuse_refs()
     return made
 
 
@@ -347,11 +342,8 @@ def _relaid(layout: Layout, trainable: Trainable = None, **said: Any) -> Layout:
 def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
     """Returns the layout that trains exactly the parameters at these leaves, with their ties, and no ref."""
     index, chosen = index_of(layout), frozenset(leaves) - index_of(layout).structure.refs
-
-    def make() -> Layout:
-        parameters = [i for i in index.structure.parameters if i not in index.follows]
-        return _relaid(layout, said={i: index.sources.get(i, i) in chosen for i in parameters})
-
+    parameters = (i for i in index.structure.parameters if i not in index.follows)
+    make = lambda: _relaid(layout, said={i: index.sources.get(i, i) in chosen for i in parameters})
     return index.structure.remember(("trained at", layout, chosen), make)
 
 
@@ -434,68 +426,57 @@ def layout(
             parameters in a dict, list or tuple.
     """
     leaves, _, structure = structure_of(model)
-    check_is_model(leaves, structure)
     if isinstance(trainable, Layout):
         if ties is not None:
             raise ValueError("the Layout passed as `trainable` has its ties already; pass `ties` where you make it")
-        made, index = look_up(structure, trainable)
-        refuse_refs(index)
-        return made if freeze is None and thaw is None else _changed_by(made, freeze, thaw)
-    warn_of_floats(structure)
-    if freeze is None and thaw is None and ties is None:
         made, index = look_up(structure, trainable, leaves)
-        refuse_refs(index)
-    else:
-        structure.remember("met", lambda: meet(structure, leaves))
-        made = _make(structure, trainable, freeze, thaw, ties)
-        index = index_of(made)
-        refuse_refs(index)
-        for tie in () if ties is None else index.ties:
-            note_ties(structure, [(tie.leaf, tie.source)], word="computed" if tie.transforms else "given")
-        warn_of_accidents(index, leaves)
+        index.refuse_refs()
+        return made if freeze is None and thaw is None else _changed_by(made, freeze, thaw)
+    made, index = look_up(structure, trainable, leaves, freeze, thaw, ties)
+    for tie in () if ties is None else index.ties:
+        note_ties(structure, [(tie.leaf, tie.source)], word="computed" if tie.transforms else "given")
+    index.refuse_refs()
+    index.warn_of_floats()
     warn_of_parted_ties(index, leaves)
     return made
 
 
-def check_is_model(leaves: Sequence[Any], structure: Structure) -> None:
-    """Raises a `TypeError` for a class, a path or a layout that is passed instead of a model."""
-    if len(leaves) == 1 and not structure.nodes and isinstance(leaves[0], (type, str, Layout)):
-        got = f"the class {leaves[0].__name__}" if isinstance(leaves[0], type) else describe(leaves[0])
-        remedy = "; make an instance of it first" if isinstance(leaves[0], type) else ""
-        raise TypeError(f"expected a model, a pytree with arrays, got {got}{remedy}")
-
-
-def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:
+def look_up(
+    structure: Structure,
+    trainable: Trainable,
+    leaves: Sequence[Any] | None = None,
+    freeze: Where | None = None,
+    thaw: Where | None = None,
+    given: Given | None = None,
+) -> tuple[Layout, Index]:
     """Returns the layout that `trainable` means for models of a structure, and the `Index` of these models.
 
     If you pass the leaves of the model, its ties are remembered, and accidental ones warned of.
     """
     if leaves is not None:
+        if len(leaves) == 1 and not structure.nodes and isinstance(leaves[0], (type, str, Layout)):
+            got = describe(leaves[0])
+            if isinstance(leaves[0], type):
+                got = f"the class {leaves[0].__name__}; make an instance of it first"
+            raise TypeError(f"expected a model, a pytree with arrays, got {got}")
         structure.remember("met", lambda: meet(structure, leaves))
     if isinstance(trainable, Layout):
         index = index_of(trainable)
         if index.structure is not structure:
             index = structure.remember(trainable, lambda: _index_for(structure, trainable))
         return trainable, index
+
+    def make() -> Layout:
+        ties = find_ties(structure, given)
+        return Layout(Index(structure, decide(structure, ties, trainable, freeze, thaw), ties))
+
     # Only what is sure to mean the same at the next call is remembered; a callable may close over what changes.
     is_sure = trainable is None or isinstance(trainable, (str, re.Pattern, type))
-    make = functools.partial(_make, structure, trainable)
-    found = structure.remember(("layout", trainable), make) if is_sure else make()
-    index = index_of(found)
-    if leaves is not None and (structure.is_traced or index.checked.get("accidents") != accidents.changes):
-        warn_of_accidents(index, leaves)
-    return found, index
-
-
-def _make(
-    structure: Structure,
-    trainable: Trainable,
-    freeze: Where | None = None,
-    thaw: Where | None = None,
-    given: Given | None = None,
-) -> Layout:
-    ties = find_ties(structure, given)
-    return Layout(Index(structure, decide(structure, ties, trainable, freeze, thaw), ties))
+    is_alone = freeze is None and thaw is None and given is None
+    found = structure.remember(("layout", trainable), make) if is_sure and is_alone else make()
+    if leaves is not None:
+        warn_of_accidents(index_of(found), leaves)
+    return found, index_of(found)
 
 
 def retrained(layout: Layout, trainable: Trainable) -> Layout:
@@ -506,10 +487,8 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
     other = index_of(trainable)
     if (other.structure, other.ties) != (index.structure, index.ties):
         lines = [row.in_words() for row in layout.diff(trainable).rows]
-        raise ValueError(
-            "expected a layout of the same models and ties, such as state.layout.freeze(where) or .thaw(where); they "
-            f"differ:\n{first_lines(lines)}"
-        )
+        expected = "expected a layout of the same models and ties, such as state.layout.freeze(where)"
+        raise ValueError(f"{expected}; they differ:\n{first_lines(lines)}")
     return trainable
 
 

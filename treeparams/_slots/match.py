@@ -12,7 +12,7 @@ from .._tree.paths import nearest, unquote
 from .._tree.structure import Structure, flatten, same_treedef, structure_of
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree, common_dtype, is_complex, is_inexact, value_of, widened
-from .index import Index, refuse_refs
+from .index import Index
 from .layout import Trainable, look_up
 from .ties import Alias
 
@@ -51,15 +51,14 @@ def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = Fal
 def read_slots(index: Index, tree: PyTree, *, exact_shapes: bool = False) -> list[Any]:
     """Returns the values of the slots in a tree that must have all of them, such as a model of another type."""
     values = list(map(value_of, per_slot(index, tree, "first", exact_shapes=exact_shapes)))
-    missing = [slot.path for slot, value in zip(index.slots, values, strict=True) if value is None]
+    pairs = list(zip(index.slots, values, strict=True))
+    missing = [slot.path for slot, value in pairs if value is None]
     if missing:
-        raise ValueError(
-            f"expected an array for each of the {len(values)} trained parameters, found none for {quoted(missing)}"
-        )
-    if exact_shapes:
-        for slot, value in zip(index.slots, values, strict=True):
-            if jnp.iscomplexobj(value) and not is_complex(slot.dtype):
-                raise TypeError(f"expected a real {slot.dtype} at {slot.path!r}, got {describe(value)}")
+        expected = f"expected an array for each of the {len(values)} trained parameters"
+        raise ValueError(f"{expected}, found none for {quoted(missing)}")
+    for slot, value in pairs if exact_shapes else ():
+        if jnp.iscomplexobj(value) and not is_complex(slot.dtype):
+            raise TypeError(f"expected a real {slot.dtype} at {slot.path!r}, got {describe(value)}")
     return values
 
 
@@ -110,11 +109,9 @@ def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
         alias, name = paths[entries[0][0].leaf], paths[position]
         raise ValueError(f"the tree has a value only at {alias!r}, which is computed from {name!r}; put it at {name!r}")
     if tied is None and (len(entries) > 1 or only_computed):
-        raise ValueError(
-            f"the tree has entries at {[paths[alias.leaf] for alias, _ in entries]}, which are one parameter, "
-            f'{paths[position]!r}. Say how to read them: tied="sum" adds them, as is right for gradients, tied="first" '
-            'takes the first, as is right for values; for several trees pass one word per tree, tied=("sum", "first")'
-        )
+        what = f"the tree has entries at {[paths[alias.leaf] for alias, _ in entries]}, which are one parameter"
+        how = 'tied="sum" adds them, as is right for gradients, tied="first" takes the first, as is right for values'
+        raise ValueError(f'{what}. Say how to read them: {how}; for several trees write tied=("sum", "first")')
     if tied != "sum" or (len(entries) == 1 and not only_computed):
         return entries[0][1]
     for alias, value in entries:
@@ -164,7 +161,7 @@ def project(
         raise ValueError(f'missing must be None or "zeros", got {missing!r}')
     leaves, treedef, structure = structure_of(model)
     _, index = look_up(structure, trainable, leaves)
-    refuse_refs(index)
+    index.refuse_refs()
     return index.canonical(slot_gradients(index, grads, missing), treedef)
 
 
@@ -196,10 +193,8 @@ def slot_gradients(
         elif not (isinstance(value, jax.Array) and value.dtype == own == to and not value.weak_type):
             array, path = jnp.asarray(value), index.slots[i].path
             if wide and not is_inexact(array.dtype):
-                raise TypeError(
-                    f"expected a floating gradient at {path!r}, got {describe(value)}; if it is a gradient, write "
-                    "gradient.astype(float)"
-                )
+                cast = "if it is a gradient, write gradient.astype(float)"
+                raise TypeError(f"expected a floating gradient at {path!r}, got {describe(value)}; {cast}")
             if jnp.iscomplexobj(array) and not (is_complex(own) and is_complex(to)):
                 if tied == "first":
                     raise TypeError(f"expected a real tangent at {path!r}, got {describe(value)}")

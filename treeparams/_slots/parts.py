@@ -20,10 +20,9 @@ from .._tree.static_keys import contents, identical, static_key
 from .._tree.structure import Spec, Structure, flatten, same_treedef, structure_of
 from .._tree.text import both_in_text, describe
 from .._tree.types import PyTree, TreeDef
-from . import accidents
 from .accidents import keep_apart, meet, note_ties, warn_of_forgotten_ties
-from .index import Index, refuse_refs
-from .layout import Layout, Trainable, check_is_model, index_of, look_up, trained_at
+from .index import Index
+from .layout import Layout, Trainable, index_of, look_up, trained_at
 from .match import read_slots
 
 M = TypeVar("M")
@@ -45,16 +44,15 @@ class _Static:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Static):
             return NotImplemented
+        these, those = self.index, other.index
         # Equal layouts do not do: the models may differ in which frozen arrays are one (`order`), and bare objects in
         # them may be others, which programs tell apart.
-        is_same = self.index is other.index or (
-            self.layout == other.layout
-            and self.index.gathers.order == other.index.gathers.order
-            and identical(self.index.structure.bare, other.index.structure.bare)
-        )
-        if is_same and self._key is None and other._key is None and identical(self.values, other.values):
-            return True
-        return is_same and self._snapshot() == other._snapshot()
+        if these is not those and (self.layout, these.gathers.order) != (other.layout, those.gathers.order):
+            return False
+        if not identical(these.structure.bare, those.structure.bare):
+            return False
+        are_same_objects = self._key is None is other._key and identical(self.values, other.values)
+        return are_same_objects or self._snapshot() == other._snapshot()
 
     def _snapshot(self) -> Hashable:
         return static_key(self.values, strict=True) if self._key is None else self._key
@@ -105,10 +103,8 @@ def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
 
 
 def _refuse(_: object) -> bytes:
-    raise ValueError(
-        "an exported function cannot take a Rest or a Restructure as an argument, since functions of the model are in "
-        "it: close over it, as in jax.jit(lambda params: f(params, rest))"
-    )
+    why = "an exported function cannot take a Rest or a Restructure, which holds functions of the model"
+    raise ValueError(f"{why}; close over it, as in jax.jit(lambda params: f(params, rest))")
 
 
 jtu.register_pytree_with_keys(Rest, _flatten_with_keys, lambda static, frozen: Rest(tuple(frozen), static), _halves)
@@ -167,14 +163,13 @@ def take_apart(model: M, trainable: Trainable, *, by_path: bool = False) -> Part
     With `by_path`, refs are no slots, and the rest has an entry for each path, though one array be at several.
     """
     leaves, treedef, structure = structure_of(model)
-    check_is_model(leaves, structure)
     layout, index = look_up(structure, trainable, leaves)
     if by_path:
         layout = trained_at(layout, index.positions)
         index = structure.remember(("by path", layout), functools.partial(_each_by_itself, structure, layout))
     elif structure.refs:
-        refuse_refs(index)
-    if not isinstance(trainable, Layout) and index.checked.get("forgotten") != accidents.changes:
+        index.refuse_refs()
+    if not isinstance(trainable, Layout):
         warn_of_forgotten_ties(index)
     static = _Static(layout, index, treedef, index.gathers.values(leaves))
     return Parts(index.gathers.slots(leaves), Rest(index.gathers.kept(leaves), static))
@@ -345,9 +340,8 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
     index = index_in(rest)
     if not same_treedef(treedef, index.canonical_treedef):
         leaves = read_slots(index, params)
-    if not index.have_shapes(leaves):
-        for leaf, slot in zip(leaves, index.slots, strict=True):
-            shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor have results of a `jax.tree.map`
-            if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
-                raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
+    for leaf, slot in zip(leaves, () if index.have_shapes(leaves) else index.slots, strict=False):
+        shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor have results of a `jax.tree.map`
+        if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
+            raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
     return put_together(rest, leaves)

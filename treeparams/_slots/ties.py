@@ -84,9 +84,9 @@ def _found_under(function: Callable[..., Any]) -> tuple[str, str]:
     for name in (getattr(function, "__qualname__", None), getattr(function, "__name__", None)):
         if module and name and found_at(module, name) is function:
             return module, name
+    why = f"a tie's transform must be found again in the next process, but {function_name(function)} is made anew each"
     raise ValueError(
-        f"a tie's transform must be found again by `jit` and in the next process, but {function_name(function)} is "
-        "made anew each time; use a function at module level, such as jnp.transpose, or a functools.partial of one"
+        f"{why} time; use a function at module level, such as jnp.transpose, or a functools.partial of one"
     )
 
 
@@ -167,14 +167,13 @@ def _find_ties(structure: Structure, given: Mapping[str, tuple[str, Any]]) -> tu
         said.add(alias)
         if lower == upper and transform is None:
             continue
-        names = structure.paths[alias], structure.paths[source]
+        names = repr(structure.paths[alias]), repr(structure.paths[source])
         if lower == upper:
             raise ValueError(
-                f"{names[0]!r} and {names[1]!r} are one array already, so one cannot be {transform} of the other"
+                f"{names[0]} and {names[1]} are one array already, so one cannot be {transform} of the other"
             )
         if above.setdefault(lower, (upper, transform)) != (upper, transform):
-            other = structure.paths[above[lower][0]]
-            raise ValueError(f"{names[0]!r} is tied twice: to {other!r} and to {names[1]!r}")
+            raise ValueError(f"{names[0]} is tied twice: to {structure.paths[above[lower][0]]!r} and to {names[1]}")
     # Declared ties join the sets to trees, and the set at the root of a tree holds the source. The source is the leaf
     # that a tie names, which need not be the first of its set: tables and messages show the path that you wrote.
     found = list[Alias]()
@@ -198,11 +197,7 @@ def _root(structure: Structure, start: int, above: _Above) -> tuple[int, tuple[_
     return at, transforms
 
 
-Follows = Mapping[int, frozenset[int]]
-"""For each alias of a declared or given tie, the leaves of its source."""
-
-
-def followers(ties: Sequence[Alias]) -> Follows:
+def followers(ties: Sequence[Alias]) -> Mapping[int, frozenset[int]]:
     """Returns the aliases of declared or given ties, and for each the leaves of its source: one array object."""
     places: dict[int, set[int]] = {}
     for alias in ties:
@@ -213,9 +208,8 @@ def followers(ties: Sequence[Alias]) -> Follows:
 
 def declaring_nodes(structure: Structure) -> Sequence[tuple[Node, Declared]]:
     """Returns the nodes whose classes declare something, with the declarations."""
-    found = {
-        cls: declared(cls, registry.version) for cls in {node.cls for node in structure.nodes}
-    }  # few, of many nodes
+    classes = {node.cls for node in structure.nodes}  # few, of many nodes
+    found = {cls: declared(cls, registry.version) for cls in classes}
     return [(node, found[node.cls]) for node in structure.nodes if any(found[node.cls])]
 
 

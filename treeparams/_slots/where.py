@@ -5,11 +5,11 @@ or frozen as a whole.
 """
 
 import dataclasses
-import functools
+import itertools
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from .._tree.paths import Glob, join_path, nearest, quote
 from .._tree.structure import Node, Structure, flatten, is_array, same_treedef, scan_tree
 from .._tree.text import AS_ARRAY, describe, first_few, function_name, in_short, quoted
 from .._tree.types import PyTree, TreeDef
-from .ties import Alias, Follows, declaring_nodes, followers
+from .ties import Alias, declaring_nodes, followers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +82,6 @@ class _Match(NamedTuple):
     where: object
     spans: Sequence[_Span]
 
-    def leaves(self) -> frozenset[int]:
-        """Returns the leaves in these nodes."""
-        return frozenset(leaf for span in self.spans for leaf in range(span.start, span.stop))
-
 
 def _spans_of(structure: Structure) -> list[_Span]:
     """Returns all nodes, in preorder, and then all leaves."""
@@ -95,19 +91,15 @@ def _spans_of(structure: Structure) -> list[_Span]:
 
 def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
     """Returns the treedef of each node of a structure, and of a leaf."""
-
-    def find() -> dict[int | None, TreeDef]:
-        # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
-        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
-        waiting = [structure.treedef]
-        while waiting:
-            each = waiting.pop()
-            if each.node_data() is not None and each.node_data()[0] is not type(None):
-                found[len(found) - 1] = each
-                waiting += reversed(each.children())
-        return found
-
-    return structure.remember("subtreedefs", find)
+    # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
+    found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
+    waiting = [structure.treedef]
+    while waiting:
+        each = waiting.pop()
+        if each.node_data() is not None and each.node_data()[0] is not type(None):
+            found[len(found) - 1] = each
+            waiting += reversed(each.children())
+    return found
 
 
 def read(structure: Structure, where: object, *, may_only_take: bool = False) -> tuple[list[_Match], list[_Match]]:
@@ -141,15 +133,12 @@ def _single(where: object) -> Iterator[object]:
 def _outermost(structure: Structure, where: str | re.Pattern[str] | type | Leaves) -> list[_Span]:
     """Returns the nodes and leaves that a `where` matches, without those below another one."""
     matches = _matcher(structure, where)
-    found, number, inside, nodes = list[_Span](), 0, set[int](), structure.nodes
-    spans = _spans_of(structure)
-    while number < len(nodes):
-        is_found = matches(spans[number])
-        if is_found:
-            found.append(spans[number])
-            inside.update(range(nodes[number].start, nodes[number].stop))
-        number = nodes[number].last if is_found else number + 1
-    return found + [span for span in spans[len(nodes) :] if span.start not in inside and matches(span)]
+    found, inside = list[_Span](), set[int]()
+    for span in _spans_of(structure):  # a node comes before all that is below it
+        if span.start not in inside and matches(span):
+            found.append(span)
+            inside.update(range(span.start, span.stop))
+    return found
 
 
 def _matcher(structure: Structure, where: str | re.Pattern[str] | type | Leaves) -> Callable[[_Span], bool]:
@@ -164,14 +153,11 @@ def _matcher(structure: Structure, where: str | re.Pattern[str] | type | Leaves)
     def holds(span: _Span) -> bool:
         if span.number is not None or not structure.is_parameter(span.start):
             return False
-        spec = structure.spec(span.start)
         try:
-            answer = where.predicate(span.path, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+            answer = where.predicate(span.path, jax.ShapeDtypeStruct(*structure.spec(span.start)[:2]))
         except Exception as error:
-            raise TypeError(
-                f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct; at "
-                f"{span.path!r} it failed with {in_short(error)}"
-            ) from error
+            called = f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct"
+            raise TypeError(f"{called}; at {span.path!r} it failed with {in_short(error)}") from error
         if not isinstance(answer, (bool, np.bool_)):
             raise TypeError(f"the predicate of tp.leaves must return a bool, got {describe(answer)} at {span.path!r}")
         return bool(answer)
@@ -183,30 +169,21 @@ def _glob_matcher(structure: Structure, text: str) -> Callable[[_Span], bool]:
     glob = Glob(text)
     if any(entry.startswith(("['", '["')) for entry in glob.entries):
         raise ValueError(
-            f"{text!r} is a path in the style of jax.tree_util.keystr; write entries with dots between them, such as "
-            "'layers.0.weight'"
+            f"{text!r} is in the style of jax.tree_util.keystr; write entries with dots, 'layers.0.weight'"
         )
     # How many items each list and tuple has, `None` among them, for positions from its end: -1 is the last.
     counts = [count for kind, count, _ in structure.statics if kind is not type(None)]
-    nodes = zip(structure.nodes, counts, strict=True)
+    nodes = zip(structure.nodes, counts, strict=True) if re.search(r"(^|\.)-\d", text) else ()
     sizes = {node.entries: count for node, count in nodes if node.cls in (list, tuple)}
-    from_the_end = re.search(r"(^|\.)-\d", text) is not None
 
-    @functools.cache  # each node is read once, from those above it
-    def states(entries: tuple[str, ...]) -> Any:
-        if not entries:
-            return glob.start
-        above, entry = states(entries[:-1]), entries[-1]
-        if from_the_end and entries[:-1] in sizes:
-            return glob.step(above, entry) | glob.step(above, str(int(entry) - sizes[entries[:-1]]))
-        return glob.step(above, entry) if above else above
+    def ways(entries: tuple[str, ...]) -> Iterator[Sequence[str]]:
+        for n, entry in enumerate(entries):
+            size = sizes.get(entries[:n])
+            yield (entry,) if size is None else (entry, str(int(entry) - size))
 
-    # The name of a value of a state has several entries, and a glob may end within it.
-    def matches(span: _Span) -> bool:
-        shortest = 0 if structure.states else len(span.entries)
-        return any(glob.end(states(span.entries[:n])) is not None for n in range(shortest, len(span.entries) + 1))
-
-    return matches
+    # Below a node that matches nothing is asked. The name of a value of a state has several entries, and a glob may end
+    # within it.
+    return lambda span: any(map(glob.selects, itertools.product(*ways(span.entries))))
 
 
 def _returned(structure: Structure, where: Callable[[Any], Any]) -> list[list[_Span]]:
@@ -238,11 +215,10 @@ def _returned(structure: Structure, where: Callable[[Any], Any]) -> list[list[_S
                 raise ValueError(f"{expected}; got {describe(each)}. {to_ask}")
         return [number[id(each)] for each in nodes]
 
-    if type(found) not in (list, tuple) or not found:  # as in eqx.tree_at, where a list is several nodes
-        return [spans(found)]
-    items = list(map(spans, found))
+    several = found if type(found) in (list, tuple) and found else [found]  # as in eqx.tree_at
+    items = list(map(spans, several))
     # A list that the model holds is named as a whole.
-    return [[span for item in items for span in item]] if id(found) in number else items
+    return [list(itertools.chain(*items))] if id(found) in number else items
 
 
 def _no_where(structure: Structure, value: object) -> str:
@@ -256,11 +232,13 @@ def _no_where(structure: Structure, value: object) -> str:
         # A part of a model in place of its name. The model's arrays are not at hand here, so it is told by its shapes.
         shapes = [(leaf.shape, leaf.dtype) if is_array(leaf) else None for leaf in leaves]
         known, treedefs = [spec and spec[:2] for spec in structure.specs], subtreedefs(structure)
-        alike = [span for span in _spans_of(structure) if known[span.start : span.stop] == shapes]
-        alike = [span for span in alike if same_treedef(treedefs[span.number], treedef)]
-        remedy = "the model has none like it; write a path. Pass the model to the result: tp.grad(loss)(model, x)"
-        if alike:
-            remedy = f"write its path, {' or '.join([repr(span.path or '**') for span in alike[:3]])}"
+        alike = [
+            repr(span.path or "**")
+            for span in _spans_of(structure)
+            if known[span.start : span.stop] == shapes and same_treedef(treedefs[span.number], treedef)
+        ]
+        none = "the model has none like it; write a path. Pass the model to the result: tp.grad(loss)(model, x)"
+        remedy = f"write its path, {' or '.join(alike[:3])}" if alike else none
         return f"{expected}, got {describe(value)} itself: {remedy}"
     if leaves and not jtu.treedef_is_leaf(treedef) and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
         return f"{expected}, got a mask, which is not accepted here: pass it as trainable="
@@ -273,28 +251,39 @@ def _no_where(structure: Structure, value: object) -> str:
 
 def select(
     structure: Structure,
-    where: Where,
-    follows: Follows | None = None,
+    where: object,
+    follows: Mapping[int, frozenset[int]] | None = None,
     *,
     among: Collection[int] | None = None,
     kind: str = "parameter",
     may_be_empty: bool = False,
+    frozen: frozenset[int] | None = None,
 ) -> frozenset[int]:
-    """Returns the leaves that `where` selects, among the parameters or among other leaves.
+    """Returns the leaves that `where` selects.
 
-    `follows` holds the aliases that are selected together with their source; otherwise they are selected only if
-    nothing else is.
+    Args:
+        structure: of the model.
+        where: see `tp.layout`.
+        follows: the aliases that are selected together with their source; otherwise only if nothing else is.
+        among: the leaves that can be selected; `None`: the parameters.
+        kind: of these leaves, in words.
+        may_be_empty: whether nothing may be selected, as in a tree of which only a part is shown.
+        frozen: what is declared frozen, of a `where` that says what trains: it must not select these alone, and may
+            only take away, from all the others.
     """
     among = structure.parameters if among is None else among
-    find = lambda each: _whole(_found_in(structure, each, among, kind, may_be_empty), follows)
-    chosen, away = ([find(each) for each in side] for side in read(structure, where))
-    selected, taken = frozenset[int]().union(*chosen), frozenset[int]().union(*away)
-    if selected <= taken and not may_be_empty:
-        raise ValueError(f"{name_of(where)} selects nothing: everything that it selects is excluded")
-    return selected - taken
+    chosen, away = read(structure, where, may_only_take=frozen is not None)
+    find = lambda match, *of: _whole(_found_in(structure, match, among, kind, may_be_empty, *of), follows)
+    every = [] if chosen or frozen is None else [frozenset(among).difference(frozen, follows or ())]
+    selected = frozenset[int]().union(*[find(match, frozen) for match in chosen], *every)
+    selected = selected.difference(*map(find, away))
+    if not (selected or may_be_empty):
+        also = "" if frozen is None else " or declared frozen"
+        raise ValueError(f"{name_of(where)} selects nothing: everything is excluded{also}")
+    return selected
 
 
-def _whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
+def _whole(selected: frozenset[int], follows: Mapping[int, frozenset[int]] | None) -> frozenset[int]:
     """Returns the leaves of parameters that a single `where` selects, from all leaves that it matches.
 
     A tie that a class declares, or a layout was given, is selected by its source, or by an alias if nothing else is
@@ -310,20 +299,33 @@ def _whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
 
 
 def _found_in(
-    structure: Structure, match: _Match, among: Collection[int], kind: str = "parameter", may_be_empty: bool = False
+    structure: Structure,
+    match: _Match,
+    among: Collection[int],
+    kind: str = "parameter",
+    may_be_empty: bool = False,
+    frozen: frozenset[int] | None = None,
 ) -> frozenset[int]:
-    """Returns the leaves that a single `where` selects; raises a `ValueError` if there are none."""
-    selected = match.leaves()
-    found = selected.intersection(among)
-    if found or may_be_empty:
-        return found
-    if not selected:
-        raise ValueError(f"{name_of(match.where)} selects nothing{_hint(structure, match.where)}")
-    why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
-    if why and any(structure.values[i] in ("float", "complex") for i in selected):
-        why += f"; to train a number, {AS_ARRAY}"
-    only = first_few(list(map(structure.describe, sorted(selected))))
-    raise ValueError(f"{name_of(match.where)} selects no {kind}, only {only}{why}")
+    """Returns the leaves that a single `where` selects; an error if there are none, or none but frozen ones."""
+    selected = frozenset(leaf for span in match.spans for leaf in range(span.start, span.stop))
+    found, name = selected.intersection(among), name_of(match.where)
+    if not (found or may_be_empty):
+        if not selected:
+            raise ValueError(f"{name} selects nothing{_hint(structure, match.where)}")
+        why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
+        if why and any(structure.values[i] in ("float", "complex") for i in selected):
+            why += f"; to train a number, {AS_ARRAY}"
+        raise ValueError(f"{name} selects no {kind}, only {_described(structure, selected)}{why}")
+    if frozen is not None and found <= frozen:
+        raise ValueError(
+            f"{name} selects only leaves that are declared frozen ({_described(structure, found)}); "
+            "to train them anyway, pass a layout that thaws them: tp.layout(model, thaw=...)"
+        )
+    return found
+
+
+def _described(structure: Structure, leaves: Collection[int]) -> str:
+    return first_few(list(map(structure.describe, sorted(leaves))))
 
 
 def name_of(where: object, *, with_line: bool = True) -> str:
@@ -373,9 +375,10 @@ def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]
 
 def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
     chosen, away = read(structure, where)
-    for match in (*chosen, *away):
-        _found_in(structure, match, range(len(structure.specs)), "leaf")
-    taken = frozenset[int]().union(*[match.leaves() for match in away])
+    every = range(len(structure.specs))
+    for match in chosen:
+        _found_in(structure, match, every, "leaf")
+    taken = frozenset[int]().union(*[_found_in(structure, match, every, "leaf") for match in away])
     # From the largest to the smallest, so that a node is met before all that is below it: the outermost is found.
     found, covered = list[_Span](), set[int]()
     for span in sorted({span for match in chosen for span in match.spans}, key=lambda span: span.start - span.stop):
@@ -385,11 +388,9 @@ def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
                 found.append(span)
                 covered.update(leaves)
         elif not taken.issuperset(leaves):
-            raise ValueError(
-                f"{name_of(where)} excludes a part of the node {span.path!r}; name the nodes that you mean"
-            )
+            raise ValueError(f"{name_of(where)} excludes a part of {span.path!r}; name the nodes that you mean")
     if not found:
-        raise ValueError(f"{name_of(where)} selects nothing: everything that it selects is excluded")
+        raise ValueError(f"{name_of(where)} selects nothing: everything is excluded")
     return sorted(found, key=lambda span: (span.start, span.stop))
 
 
@@ -406,11 +407,8 @@ def _as_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_
     for span, other in zip(spans[1:], others, strict=True):
         if other != one:
             row = next(iter(compare(one, other)))
-            difference = row.in_words(f"in {first.path!r}", f"in {span.path!r}", "the node")
-            raise ValueError(
-                f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}. Select "
-                "nodes that are alike"
-            )
+            why = row.in_words(f"in {first.path!r}", f"in {span.path!r}", "the node")
+            raise ValueError(f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {why}")
     if len({re.sub("[0-9]+", "0", span.path) for span in spans}) > 1:
         return spans
     return sorted(spans, key=lambda span: [*map(int, re.findall("[0-9]+", span.path))])
@@ -467,7 +465,7 @@ def decide(
     return tuple([trained.get(i, False) for i in range(len(structure.specs))])
 
 
-def _chosen(structure: Structure, follows: Follows, trainable: object) -> dict[int, bool]:
+def _chosen(structure: Structure, follows: Mapping[int, frozenset[int]], trainable: object) -> dict[int, bool]:
     """Reads a mask, a `where` or the declarations (`None`) for each parameter."""
     # Declarations stand above a `where`. A mask stands above both, since it says of each leaf by itself what it is.
     declarations = _declarations(structure)
@@ -476,25 +474,11 @@ def _chosen(structure: Structure, follows: Follows, trainable: object) -> dict[i
     if mask is not None:
         return {i: mask[i] for i in structure.parameters}
     every = frozenset(structure.parameters).difference(follows)
-    chosen, away = ([], []) if trainable is None else read(structure, trainable, may_only_take=True)
-    selected = frozenset[int]() if chosen else every
-    for match in chosen:
-        found = _found_in(structure, match, structure.parameters)
-        if found <= frozen:
-            its = first_few(list(map(structure.describe, sorted(found))))
-            raise ValueError(
-                f"{name_of(match.where)} selects only leaves that are declared frozen ({its}); "
-                "to train them anyway, pass a layout that thaws them: tp.layout(model, thaw=...)"
-            )
-        selected |= _whole(found, follows)
-    for match in away:
-        selected -= _whole(_found_in(structure, match, structure.parameters), follows)
+    selected = every if trainable is None else select(structure, trainable, follows, frozen=frozen)
     said = {i: i in selected for i in every}
     for each in declarations:
         own = each.intersection(structure.parameters)
         said |= dict.fromkeys(own if own <= follows.keys() else own.difference(follows), False)
-    if away and not any(said.values()):
-        raise ValueError(f"{name_of(trainable)} selects nothing: everything is excluded or declared frozen")
     return said
 
 
@@ -514,21 +498,16 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
     for glob in map(Glob, said.frozen):
         yield frozenset(i for i, entries in within.items() if glob.selects(entries))
     if said.fields and any(entries[0].isdigit() for entries in within.values()):
-        raise TypeError(
-            f"{node.cls.__qualname__} declares which fields train but is a pytree without field names; register "
-            "it with keys (jax.tree_util.register_dataclass), or write tp.declare(cls, freeze=...) with positions"
-        )
+        what = f"{node.cls.__qualname__} declares which fields train but is a pytree without field names"
+        raise TypeError(f"{what}; register it with keys, as by jax.tree_util.register_dataclass")
     for name, trained in said.fields.items():
         inside = [i for i, entries in within.items() if entries[0] == quote(name)]
         if not trained:
             yield frozenset(inside)
         elif inside and not any(map(structure.is_parameter, inside)):
-            spec = structure.specs[inside[0]]
-            kind = f"{spec.dtype} of shape {spec.shape}" if spec else "a Python value, not an array"
             raise TypeError(
-                f"{structure.paths[inside[0]]!r} is declared trainable=True, but holds {kind}, and only floating and "
-                "complex arrays can be trained; write tp.field(trainable=True, converter=jnp.asarray) for a number, "
-                "make the array floating, or drop trainable=True"
+                f"{structure.describe(inside[0])} is declared trainable=True, but only floating and complex arrays can "
+                "be trained; write tp.field(trainable=True, converter=jnp.asarray) for a number"
             )
 
 
@@ -545,14 +524,13 @@ def _as_mask(structure: Structure, value: object) -> list[bool] | None:
             return list(map(bool, flags))
         if is_leaf:
             raise ValueError(
-                f"trainable={value!r} is not a mask, which has a bool at every leaf of the model. Everything that is "
-                "not declared frozen trains by default; write freeze='**' in tp.layout to train nothing"
+                f"trainable={value!r} is not a mask, which has a bool at every leaf of the model. All that is not "
+                "declared frozen trains by default; write freeze='**' in tp.layout to train nothing"
             )
-        differences = compare(structure, scan_tree(value, flags, treedef), lambda i, j: ())
+        difference = next(iter(compare(structure, scan_tree(value, flags, treedef), lambda i, j: ())))
         raise ValueError(
-            f"a mask must have the structure of the model, with a bool at every leaf; "
-            f"{next(iter(differences)).in_words('in the model', 'in the mask')}. "
-            'Write jax.tree.map(..., model) to make one, or select by path: trainable="head.**"'
+            "a mask must have the structure of the model, with a bool at every leaf; "
+            f'{difference.in_words("in the model", "in the mask")}. Or select by path: trainable="head.**"'
         )
     is_no_where = has_its_structure or not (is_leaf or isinstance(value, (list, tuple, set, frozenset)))
     if is_no_where and any(isinstance(flag, (int, float, np.generic)) or hasattr(flag, "dtype") for flag in flags):

@@ -192,8 +192,7 @@ def _qualified(cls: type) -> str:
 @with_object
 def holds_buffers(cls: type) -> bool:
     """Returns whether arrays of this class are buffers, such as running statistics, and never parameters."""
-    is_state = any(_qualified(base) in _OF_BUFFERS for base in cls.__mro__)
-    return is_state or _is_flax_state(cls)
+    return any(_qualified(base) in _OF_BUFFERS for base in cls.__mro__) or _is_flax_state(cls)
 
 
 def _is_flax_state(cls: type) -> bool:
@@ -220,9 +219,8 @@ def _bool(value: object, where: str) -> bool:
 def read_ties(ties: object, where: str) -> dict[str, tuple[str, Callable[..., Any] | None]]:
     """Returns ties by their aliases: the path of the source, and the function of a tie that has one."""
     if not isinstance(ties, Mapping):
-        raise TypeError(
-            f"ties must be a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(ties)}"
-        )
+        expected = "ties must be a dictionary {alias: path} or {alias: (path, transform)}"
+        raise TypeError(f"{expected}, got {describe(ties)}")
     for alias in ties:
         if not isinstance(alias, str):
             raise TypeError(f"ties: an alias must be a path such as 'head.weight', got {function_name(alias)}")

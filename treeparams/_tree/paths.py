@@ -11,7 +11,6 @@ within one entry, as in `fnmatch`, and `**` matches any number of entries, inclu
 import difflib
 import fnmatch
 import functools
-import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -20,8 +19,10 @@ from typing import Any
 from jax.tree_util import GetAttrKey, SequenceKey
 
 _NEEDS_QUOTES = re.compile(r"""^!|[.*?\[\]"']""")
-# One entry: a JSON string or a run of anything but a dot; a glob's `[...]` may hold a dot.
-_ENTRY = re.compile(r'"(?:[^"\\]|\\.)*"|(?!")(?:\[[^\]]*\]|[^.])*')
+# One entry: a JSON string, or a run of anything but a dot; a glob's `[...]` may hold a dot.
+_JSON = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"'
+_ENTRY = rf'(?:{_JSON}|(?!")(?:\[[^\]]*\]|[^.])*+)'
+_PATH, _EACH = re.compile(rf"{_ENTRY}(?:\.{_ENTRY})*"), re.compile(rf"(?:^|\.)({_ENTRY})")
 
 
 @functools.lru_cache(maxsize=65536)
@@ -48,28 +49,9 @@ def split_path(path: str) -> tuple[str, ...]:
     >>> split_path("")
     ()
     """
-    if not path:
-        return ()
-    entries, at = [], 0
-    while True:
-        match = _ENTRY.match(path, at)
-        if match is None or not _is_readable(match.group()):
-            raise ValueError(f"the path {path!r} cannot be read at {path[at:]!r}: expected a JSON string")
-        entries.append(match.group())
-        at = match.end()
-        if at == len(path):
-            return tuple(entries)
-        if path[at] != ".":
-            raise ValueError(f"the path {path!r} cannot be read at {path[at:]!r}: expected a dot or the end")
-        at += 1
-
-
-def _is_readable(entry: str) -> bool:
-    try:
-        unquote(entry)
-    except json.JSONDecodeError:
-        return False
-    return True
+    if not _PATH.fullmatch(path):
+        raise ValueError(f"the path {path!r} cannot be read; expected entries with dots between, or JSON strings")
+    return tuple(_EACH.findall(path)) if path else ()
 
 
 def join_path(entries: Iterable[str]) -> str:
@@ -101,13 +83,10 @@ def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[
         for key in keys
     ]
     if len(set(entries)) < len(entries):
-        known = dict(zip(entries, keys, strict=True))
-        entry, one = next((entry, key) for entry, key in zip(entries, keys, strict=True) if key is not known[entry])
+        twice = next(entry for entry in entries if entries.count(entry) > 1)
+        one, other = [key for key, entry in zip(keys, entries, strict=True) if entry == twice][:2]
         where = f"the node at {join_path(above)!r}" if above else "the root"
-        raise ValueError(
-            f"the keys {one} and {known[entry]} of {where} have the same text in a path, {entry!r}; rename one, so "
-            "that each path names one leaf"
-        )
+        raise ValueError(f"the keys {one} and {other} of {where} have the same text in a path, {twice!r}; rename one")
     return entries
 
 
@@ -126,17 +105,12 @@ def nearest(path: str, known: Iterable[str], count: int = 3) -> str:
 
 _Star = str | tuple[str, ...]
 """The entry, or a part of one, that a `*` stands for; the entries that a `**` stands for."""
-_States = dict[int, tuple[_Star, ...]]
 _STARS = ("*", "**")
+_END = "\udfff"  # of each entry in the text that is matched; a lone surrogate, which no text has
 
 
 class Glob:
-    """A glob, read entry by entry.
-
-    `**` matches any number of entries, so the entries read so far may lead to several positions in the glob. All of
-    them are kept, each with its stars, so that each entry is read only once; trying one position after another would
-    read some often. The positions are in the order in which a regex would try them: if two ways lead to one position,
-    the one with the longest first `**` is kept.
+    """A glob, as a regex over the texts of entries, each with its end marked, so that `*` crosses none.
 
     >>> Glob("layers.*.**").match(("layers", "0", "linear", "weight"))
     ('0', ('linear', 'weight'))
@@ -146,39 +120,33 @@ class Glob:
         self.text = text
         self.entries = split_path(text)
         self.stars = [token for entry in self.entries for token in _tokens(entry) if token in _STARS]
-        self.start: _States = {}
-        self._enter(self.start, 0, ())
+        self._regex = re.compile("".join(map(_pattern, self.entries)), re.DOTALL)
 
-    def step(self, states: _States, entry: str) -> _States:
-        """Returns the positions after one more entry; empty if the glob matches nothing that begins so."""
-        after: _States = {}
-        for at, stars in states.items():
-            if at < len(self.entries) and self.entries[at] == "**":
-                self._enter(after, at, (*stars[:-1], (*stars[-1], entry)), is_within=True)
-            elif at < len(self.entries):
-                found = _match_entry(self.entries[at], entry)
-                if found is not None:
-                    self._enter(after, at + 1, (*stars, *found))
-        return after
-
-    def end(self, states: _States) -> tuple[_Star, ...] | None:
-        """Returns the stars if the glob ends here, otherwise `None`."""
-        return states.get(len(self.entries))
-
-    def match(self, entries: Iterable[str]) -> tuple[_Star, ...] | None:
+    def match(self, entries: Sequence[str]) -> tuple[_Star, ...] | None:
         """Returns the stars if the glob matches these entries, otherwise `None`."""
-        return self.end(functools.reduce(self.step, entries, self.start))
+        joined = _joined(entries)
+        found = self._regex.fullmatch(joined)
+        if found is None:
+            return None
+        stars = list[_Star]()
+        for number, star in enumerate(self.stars, start=1):
+            at, text = joined.count(_END, 0, found.start(number)), found[number]
+            if star == "**":
+                stars.append(tuple(entries[at : at + text.count(_END)]))
+                continue
+            whole = unquote(entries[at])
+            is_foreign = whole == entries[at] != quote(whole)  # a name of another program, which stays without quotes
+            stars.append(entries[at] if text == whole else text if is_foreign else quote(text))
+        return tuple(stars)
 
-    def selects(self, entries: Iterable[str]) -> bool:
+    def selects(self, entries: Sequence[str]) -> bool:
         """Returns whether the glob matches these entries or a node above them.
 
         >>> globs = ("**.weight", "layers", "layers.*.0")
         >>> [Glob(glob).selects(("layers", "0", "weight")) for glob in globs]
         [True, True, False]
         """
-        return any(
-            self.end(states) is not None for states in itertools.accumulate(entries, self.step, initial=self.start)
-        )
+        return self._regex.match(_joined(entries)) is not None
 
     def filled(self, stars: Sequence[_Star]) -> str:
         """Returns the path with these texts in place of the stars, of either kind.
@@ -199,14 +167,9 @@ class Glob:
             entries += [_one_entry(each) for each in pieces if each]
         return join_path(entries)
 
-    def _enter(self, states: _States, at: int, stars: tuple[_Star, ...], *, is_within: bool = False) -> None:
-        """Adds a position, and the positions after a `**` that matches nothing more."""
-        while at not in states:
-            is_open = at < len(self.entries) and self.entries[at] == "**"
-            states[at] = stars = (*stars, ()) if is_open and not is_within else stars
-            if not is_open:
-                return
-            at, is_within = at + 1, False
+
+def _joined(entries: Iterable[str]) -> str:
+    return "".join([unquote(entry) + _END for entry in entries])
 
 
 def _one_entry(pieces: Sequence[str]) -> str:
@@ -225,23 +188,13 @@ def _tokens(entry: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\*|\[!?\]?[^\]]*\]|.", entry, re.DOTALL))
 
 
-@functools.lru_cache(maxsize=65536)
-def _match_entry(pattern: str, entry: str) -> tuple[str, ...] | None:
-    """Returns the stars of one entry of a glob in one of a path; `None` if it does not match."""
-    if pattern == "*":
-        return (entry,)
-    text = unquote(entry)
-    if unquote(pattern) != pattern:  # quoted; also where it need not be
-        return () if unquote(pattern) == text else None
-    found = _regex(_tokens(pattern)).fullmatch(text)
-    if found is None:
-        return None
-    is_foreign = text == entry != quote(text)  # of a name of another program, which stays without quotes
-    return found.groups() if is_foreign else tuple(map(quote, found.groups()))
-
-
 @functools.lru_cache(maxsize=4096)
-def _regex(tokens: tuple[str, ...]) -> re.Pattern[str]:
+def _pattern(entry: str) -> str:
+    """Returns the regex of one entry of a glob; each star is a group."""
+    if entry == "**":
+        return f"((?:[^{_END}]*{_END})*)"
+    if unquote(entry) != entry:  # quoted; also where it need not be
+        return re.escape(unquote(entry)) + _END
     # Of a translated `?` or `[..]` only what stands between `(?s:` and `)\Z`.
-    parts = ["(.*)" if token == "*" else fnmatch.translate(token)[4:-3] for token in tokens]
-    return re.compile("".join(parts), re.DOTALL)
+    one = lambda token: f"(?!{_END}){fnmatch.translate(token)[4:-3]}"
+    return "".join([f"([^{_END}]*)" if token == "*" else one(token) for token in _tokens(entry)]) + _END

@@ -97,13 +97,10 @@ def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
             path = _path_of_cycle(tree, {id(tree)}, ())
             if path is None:  # it is not nested too deeply, not even for Python
                 raise
-            raise ValueError(
-                f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
-                "keep one of the two references, or hold it in a static field"
-            ) from error
+            cycle = f"the model is cyclic: the node at {path!r} is one of the nodes above it"
+            raise ValueError(f"{cycle}; keep one of the two references, or hold it in a static field") from error
         raise ValueError(
-            "the tree is nested too deeply for jax.tree.flatten; if it is a chain of nodes, keep the nodes of the "
-            "chain in one list"
+            "the tree is nested too deeply for jax.tree.flatten; keep a chain of nodes in a list"
         ) from error
 
 
@@ -267,10 +264,8 @@ def scan_tree(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structur
         try:
             spec = _spec_of(leaf.shape, leaf.dtype) if type(leaf) in of_jax else _spec(leaf)
         except TypeError as error:
-            raise TypeError(
-                f"{join_path(read['entries'][i])!r} is a NumPy array of {leaf.dtype}, which JAX does not support; "
-                "convert it, or hold it in a static field"
-            ) from error
+            what = f"{join_path(read['entries'][i])!r} is a NumPy array of {leaf.dtype}, which JAX does not support"
+            raise TypeError(f"{what}; convert it, or hold it in a static field") from error
         specs.append(spec)
         if spec is not None and type(leaf) is not jax.ShapeDtypeStruct:
             same[i] = first.setdefault(id(leaf), i)
@@ -450,10 +445,8 @@ def naming_deleted(*trees: PyTree) -> Iterator[None]:
             leaves, treedef = flatten(tree)
             for leaf, path in zip(leaves, scan_tree(tree, leaves, treedef).paths, strict=True):
                 if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-                    raise RuntimeError(
-                        f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model "
-                        "after the step, keep a copy, tp.copy(model)"
-                    ) from error
+                    deleted = f"the array at {path!r} has been deleted, as by a step that donates it"
+                    raise RuntimeError(f"{deleted}; keep a copy if you need the model, tp.copy(model)") from error
         raise
 
 

@@ -82,13 +82,11 @@ def both_in_text(here: object, there: object) -> tuple[str, str]:
     """Describes two values that differ by texts that differ; long ones start near the first difference."""
     one, other = _in_full(here), _in_full(there)
     if one == other and hasattr(here, "__qualname__"):
-        longer = [f"{getattr(each, '__module__', '')}.{text}" for each, text in ((here, one), (there, other))]
-        one, other = longer if longer[0] != longer[1] else (one, other)
+        one, other = (f"{getattr(each, '__module__', '')}.{one}" for each in (here, there))
     if one == other:
         return _shortened(one), _shortened(f"another {other}")
     start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - _LONGEST // 4
-    if start <= 0 or max(len(one), len(other)) <= _LONGEST:
-        start = 0
+    start = max(start, 0) if max(len(one), len(other)) > _LONGEST else 0
     return _shortened(one, start), _shortened(other, start)
 
 
@@ -151,9 +149,7 @@ def imported(module: str, extra: str, by: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"{by} needs {module}, of the extra treeparams[{extra}]: pip install {module}"
-        ) from None
+        raise ModuleNotFoundError(f"{by} needs {module}, of the extra treeparams[{extra}]") from None
 
 
 def in_bytes(count: int) -> str:

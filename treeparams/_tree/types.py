@@ -29,6 +29,11 @@ def is_inexact(dtype: Any) -> bool:  # any: the dtype of PRNG keys has no public
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
+def is_key(array: Any) -> bool:
+    """Returns whether an array holds typed PRNG keys."""
+    return jnp.issubdtype(getattr(array, "dtype", float), jax.dtypes.prng_key)
+
+
 def is_complex(dtype: DTypeLike) -> bool:
     """Returns whether a dtype is complex."""
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))

@@ -15,7 +15,6 @@ from jax.core import Tracer
 
 from .._forms.form import Form, stacks_in_groups, stacks_of, tree_of, vector_of, vectors_of
 from .._forms.states import Division
-from .._slots.index import first_entries
 from .._slots.layout import Layout, MisfitError, index_of
 from .._slots.parts import Parts
 from .._tree.structure import flatten, is_array, structure_of
@@ -260,7 +259,7 @@ def rows_of(layout: Layout, form: Form, absent: Sequence[int], active: Any) -> R
             raise TypeError(f"active[{where!r}] must be a bool, or a scalar array of one, got {describe(flag)}")
         flags.append(bool(flag) if is_bool else flag)
     index = index_of(layout)
-    found = first_entries(index, list(active))
+    found = index.first_entries(list(active))
     numbers = [found.get(leaf, len(flags)) for leaf in index.positions]
     for slot in absent:
         numbers[slot] = len(flags) + 1

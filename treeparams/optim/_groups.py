@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import optax
 
 from .._forms.form import Form
-from .._slots.index import Index, first_entries
+from .._slots.index import Index
 from .._slots.where import Where, name_of
 from .._tree.static_keys import contents
 from .._tree.structure import is_array, structure_of
@@ -54,7 +54,7 @@ def numbers_of(params: PyTree, wheres: Sequence[Where], *, is_whole: bool = Fals
     """
     structure = structure_of(params)[2]
     index = Index(structure, (True,) * len(structure.specs), ())
-    found = first_entries(index, wheres, asked=None if is_whole else (), may_be_empty=not is_whole)
+    found = index.first_entries(wheres, asked=None if is_whole else (), may_be_empty=not is_whole)
     return {structure.paths[leaf]: number for leaf, number in found.items()}
 
 
@@ -268,7 +268,7 @@ def group_name(where: object) -> str:
 def check_groups(state: PyTree, index: Index) -> None:
     """Checks the keys of groups in the whole model, since the rule sees neither frozen parameters nor aliases."""
     for node in nodes_of(GroupsState, state):
-        found = first_entries(index, node.keys.wheres) if node.keys.wheres else {}
+        found = index.first_entries(node.keys.wheres) if node.keys.wheres else {}
         numbers = {path: n for n, group in enumerate(node.groups) for path in group.paths}  # the default comes last
         for leaf in set(found).intersection(index.positions):
             path, where = index.structure.paths[leaf], node.keys.wheres[found[leaf]]

@@ -35,7 +35,7 @@ from .._programs import Kind, Marks, Walk, kind_of, operation_name
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.parts import take_apart
 from .._tree.text import in_short
-from .._tree.types import PyTree
+from .._tree.types import PyTree, is_key
 from ._groups import compared
 from ._per_leaf import PerLeafState, alike_p, usual_arguments
 from ._state import Extended, History, nodes_of, settled, steady
@@ -398,7 +398,7 @@ class _Numbers(Walk[Value]):
         if isinstance(value, Tracer):
             self._kept.append(value)
             return _of_size(_hashed("traced", id(value)), value.size)
-        if jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.prng_key):
+        if is_key(value):
             value = jax.random.key_data(value)
         array = np.asarray(value)
         array = array.astype(np.int64) if array.dtype in _WHOLE else array

@@ -15,14 +15,13 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._forms.states import Entries, entries_of
-from .._slots.index import first_entries
 from .._slots.layout import Layout, MisfitError, Trainable, index_of, retrained, trained_at
 from .._slots.parts import take_apart
 from .._slots.where import Leaves, Where
 from .._tree.paths import join_path
 from .._tree.structure import is_array
 from .._tree.text import Printed, Table, describe
-from .._tree.types import PyTree, common_dtype
+from .._tree.types import PyTree, common_dtype, is_key
 from ._boundary import misfit
 from ._groups import check_groups, group_name, groups_in
 from ._per_leaf import PerLeafState
@@ -127,7 +126,7 @@ def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, re
         parts = take_apart(model, retrained(parts.layout, trainable))
     histories = rule.histories(state)
     known = frozenset([position for history in histories for position in index_of(history.layout).positions])
-    anew = frozenset() if isinstance(reset, bool) else known.intersection(first_entries(parts.index, [reset], asked=()))
+    anew = frozenset() if isinstance(reset, bool) else known.intersection(parts.index.first_entries([reset], asked=()))
     if parts.layout == state.roles.layout and not anew and reset is not True:
         return state
     if reset is True:
@@ -164,7 +163,7 @@ def _at(rule: Any, layout: Layout, pairs: Sequence[tuple[History, Any]], side: f
 
 
 def _bits(array: Any) -> tuple[Any, ...]:
-    array = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    array = jax.random.key_data(array) if is_key(array) else array
     return array.shape, str(array.dtype), np.asarray(array).tobytes()
 
 

@@ -27,7 +27,7 @@ from .._slots.layout import Layout, index_of, trained_at
 from .._tree.static_keys import contents
 from .._tree.structure import is_array
 from .._tree.text import describe, first_few, function_name, warn
-from .._tree.types import PyTree
+from .._tree.types import PyTree, is_key
 
 T = TypeVar("T")
 
@@ -338,7 +338,7 @@ def steady(new: PyTree, old: PyTree) -> PyTree:
 
 
 def _is_numbers(leaf: Any) -> bool:
-    return is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return is_array(leaf) and not is_key(leaf)
 
 
 # -- Histories ---------------------------------------------------------------------------------------------------------

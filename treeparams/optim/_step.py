@@ -19,7 +19,6 @@ from jax.core import Tracer
 from .._forms.form import Form, cut_blocks, tree_of
 from .._forms.states import Division, Entries, divide
 from .._slots.accidents import warn_of_parted_ties
-from .._slots.index import warn_of_nothing
 from .._slots.layout import Layout, MisfitError, Trainable, index_of, trained_at
 from .._slots.match import per_slot, slot_gradients
 from .._slots.parts import Parts, kept_arrays, take_apart
@@ -307,7 +306,7 @@ class Rule:
         """Returns a fresh state of the trained parameters."""
         positions = parts.index.positions
         if not positions:
-            warn_of_nothing(parts.index)
+            parts.index.warn_of_nothing()
             return TrainableState((), (), (), Roles(parts.layout, (), (), ()))
         self.check(parts.layout)
         begun = self.fresh(parts)

@@ -18,7 +18,7 @@ from jaxtyping import Array
 from .._forms.block import Block
 from .._forms.form import Form
 from .._forms.states import Division, Owners
-from .._slots.index import Index, first_entries
+from .._slots.index import Index
 from .._slots.layout import Layout, index_of
 from .._slots.where import Where, name_of
 from .._tree.structure import is_array, structure_of
@@ -66,7 +66,7 @@ def spread(index: Index, layout: Layout, form: Form, given: Factors) -> PyTree:
     The index is that of the whole model.
     """
     numbers: list[Any] = [*given.values(), 1.0]
-    found = first_entries(index, [*given], asked=())  # `init` has checked that each is of use
+    found = index.first_entries([*given], asked=())  # `init` has checked that each is of use
     return form.spread([numbers[found.get(leaf, -1)] for leaf in index_of(layout).positions])
 
 
@@ -173,7 +173,7 @@ def check_names(state: PyTree, index: Index) -> None:
     """Checks the keys of groups and factors in the whole model, since a rule sees only the trained parameters."""
     check_groups(state, index)
     for node in nodes_of(ScaledState, state):
-        first_entries(index, node.keys.wheres)
+        index.first_entries(node.keys.wheres)
 
 
 def _times(leaf: Any, factor: Any) -> Any:

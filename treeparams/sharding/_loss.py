@@ -24,7 +24,6 @@ from .._forms.block import Block
 from .._forms.form import Form, tree_of
 from .._forms.mesh import automatic, lay, mesh_within
 from .._forms.restructure import Restructure, halves_of
-from .._slots.index import first_entries
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, put_together
 from .._slots.where import name_of
@@ -94,7 +93,7 @@ def _of_paths(layout: Layout, compute_dtype: ComputeDtype) -> dict[str, Any]:
     dtypes = [_floating(f"compute_dtype of {name_of(where)}", dtype) for where, dtype in rules.items()]
     index = index_of(layout)
     paths, specs = index.structure.paths, index.structure.specs
-    found = first_entries(index, list(rules), asked=index.distinct)
+    found = index.first_entries(list(rules), asked=index.distinct)
     kept = frozen_sources(index).union(index.positions)  # buffers are as they are
     return {
         paths[i]: dtypes[n] for i, n in found.items() if i in kept and (spec := specs[i]) and not is_complex(spec.dtype)

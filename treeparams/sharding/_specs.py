@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._forms.block import Block, cast
 from .._forms.mesh import automatic, lay, mesh_within
-from .._slots.index import Index, first_entries
+from .._slots.index import Index
 from .._slots.where import Where, name_of
 from .._tree.text import describe, first_lines, quoted
+from .._tree.types import is_key
 
 Rule = str | PartitionSpec
 Rules = Mapping[Any, Rule]
@@ -188,7 +189,7 @@ def matches(index: Index, rules: Rules, frozen: frozenset[int]) -> dict[int, Mat
     `frozen` are the leaves of frozen parameters that a rule may select.
     """
     items, paths = list(rules.items()), index.structure.paths
-    found = first_entries(index, list(rules), asked=frozen.union(index.positions))
+    found = index.first_entries(list(rules), asked=frozen.union(index.positions))
     missing = [repr(paths[leaf]) for leaf in index.positions if leaf not in found]
     if missing:
         raise ValueError(
@@ -282,10 +283,10 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
     if not getattr(leaf, "is_fully_addressable", True):
         return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
     # Over several processes each gives what its own devices have.
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    values = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    has_keys = is_key(leaf)
+    values = np.asarray(jax.random.key_data(leaf) if has_keys else leaf)
     array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if has_keys else array
 
 
 # -- Parameters of a traced model --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from .._forms.states import Copies, divide, entries_of, regroup
 from .._slots.layout import index_of
 from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe, first_lines
-from .._tree.types import PyTree
+from .._tree.types import PyTree, is_key
 from ..optim._joined import check_form
 from ..optim._per_leaf import check_rows
 from ..optim._updates import check_names
@@ -104,7 +104,7 @@ def _value(leaf: Any) -> str:
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_replicated and not leaf.is_fully_addressable:
             return describe(leaf)  # each process has a part of it
-        leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
     array = np.asarray(leaf)
     if array.size <= _SHOWN:
         return f"{describe(array)} {array.tolist()}"
