@@ -3,10 +3,10 @@
 Which parameters each array of a state belongs to, Optax does not record. `divide` asks `init`, for shapes only, which
 state it makes where each leaf is below a node that says its number, and has one more element, or row, if it joins
 parameters. A rule keeps a tree like the parameters, so the node is in the path of each array that belongs to the leaf,
-and a joined one is longer along an axis. All other arrays are shared, as a step count is, and must be there without the
-first leaf, too, in the same shape. If they are not, the rule may list its leaves by number. Then the question is asked
-again, with a size for each leaf that no other has. If that fails, too, the answer is a `Division` with a problem, and
-never a guess.
+and a joined one is longer along an axis. All other arrays are shared, as a step count is, and must be there for the
+first leaf alone, and for the last, in the same shape. If they are not, the rule may list its leaves by number. Then the
+question is asked again, with a size for each leaf that no other has. If that fails, too, the answer is a `Division` with
+a problem, and never a guess.
 
 Every change to a state between steps follows from these owners. `regroup` cuts the arrays of some states into pieces,
 one for each parameter, and joins them into another state. So parameters freeze and thaw, step without the others, wait,
@@ -145,9 +145,10 @@ def _asked(init: Init, form: Form, state: PyTree, has_sizes: bool) -> tuple[Owne
     lists = _lists_in(found, len(leaves))
     owners = [_owner(form, marked, lists, *one, *other) for one, other in zip(own.items(), found.items(), strict=True)]
     shared = {path for path, owner in zip(found, owners, strict=True) if owner is None and path in own}
-    if shared and len(leaves) > 1:
-        without = ask([None, *leaves[1:]])
-        if any(without.get(path) != own[path] for path in shared):
+    # Of one leaf alone a state is made quickly; of any leaf, the first or the last answer is one without it.
+    for i in {0, len(leaves) - 1} if shared and len(leaves) > 1 else ():
+        alone = ask([leaf if n == i else None for n, leaf in enumerate(leaves)])
+        if any(alone.get(path) != own[path] for path in shared):
             raise _UndividedError
     return tuple(owners)
 

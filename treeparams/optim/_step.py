@@ -148,7 +148,7 @@ def counting(state: TrainableState) -> TrainableState:
     index, roles, copied = index_of(state.layout), state.roles, _copied(state)
     kept = {leaf for positions in (*roles.running, *roles.held) for leaf in positions}
     is_any = any(leaf in kept and index.structure.paths[leaf] not in copied for leaf in index.narrow)
-    known = jnp.zeros(len(index.narrow), jnp.int32) if isinstance(state.still, tuple) else state.still
+    known = jnp.zeros(len(index.narrow), jnp.int32) if is_any and isinstance(state.still, tuple) else state.still
     return dataclasses.replace(state, still=known if is_any else ())
 
 
