@@ -13,7 +13,7 @@ group that keeps arrays of parameters is the one in which these parameters were.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -25,7 +25,7 @@ import optax
 from jax.core import Tracer
 
 from .._average import Ema
-from .._files.arrays import as_in_jax, placed
+from .._files.arrays import Like, as_in_jax, placed, placed_in_turn
 from .._files.names import Names, head_of, is_below, name_of, split_name, with_ties
 from .._files.values import histories_in, specs_in
 from .._forms.states import Copies, Division, Entries, Owners, Piece, Place, entries_of, joined
@@ -82,7 +82,7 @@ class _Before:
         self.count = int(_with_values(count, "the state", "counts"))
         self.members = _members_in(copies, self.paths)
         self._groups = {(_unlabelled(group), path): group for group, its in self.members.items() for path in its}
-        self._pieces = {(_anywhere(place), path): its for (place, path), its in copies.at.items()}
+        self._pieces = {(_unlabelled(at), after, path): its for ((at, after), path), its in copies.at.items()}
 
     def shared_at(self, entries: Entries, path: str) -> Entries:
         """Returns the path of a shared array, where a parameter's group has it; a `KeyError` if it is in none."""
@@ -91,7 +91,7 @@ class _Before:
 
     def piece(self, place: Place, path: str) -> Piece:
         """Returns the piece of a parameter at a place, whatever its group is called; a `KeyError` if there is none."""
-        entries, owners, number = self._pieces[_anywhere(place), path]
+        entries, owners, number = self._pieces[_unlabelled(place[0]), place[1], path]
         return Piece(self._read(entries, self.copies.arrays[entries]), owners, number)
 
     def shared(self, entries: Entries) -> Any:
@@ -102,19 +102,19 @@ class _Before:
         name = join_path((*self._at, *entries))
         return as_in_jax(name, _with_values(self._get(array), "the state", name))
 
-    def lost(self, after: Mapping[str, str], fresh: Copies) -> list[str]:
+    def lost(self, goes: Mapping[str, str], fresh: Copies) -> list[str]:
         """Returns the names of the arrays for which a fresh state has no place.
 
-        `after`: the new parameter that each old one goes to. What others have is not lost.
+        `goes`: the new parameter that each old one goes to. What others have is not lost.
         """
-        places = {(_anywhere(place), path) for place, path in fresh.at}
+        places = {(_unlabelled(at), after, path) for (at, after), path in fresh.at}
         shared = set(map(_unlabelled, fresh.common))
         lost = [
             entries
-            for (place, path), (entries, *_) in self._pieces.items()
-            if path in after and (place, after[path]) not in places
+            for (*place, path), (entries, *_) in self._pieces.items()
+            if path in goes and (*place, goes[path]) not in places
         ]
-        used = {group for group, its in self.members.items() if not its.isdisjoint(after)}
+        used = {group for group, its in self.members.items() if not its.isdisjoint(goes)}
         lost += [its for its in self.copies.common if _group_of(its) in used and _unlabelled(its) not in shared]
         return [join_path((*self._at, *entries)) for entries in lost]
 
@@ -132,11 +132,6 @@ def _unlabelled(entries: Entries) -> Entries:
     return tuple(["*" if i and entries[i - 1] == "inner_states" else entry for i, entry in enumerate(entries)])
 
 
-def _anywhere(place: Place) -> Place:
-    """Returns a place without the labels of groups. A parameter is in one group alone."""
-    return _unlabelled(place[0]), place[1]
-
-
 def _members_in(copies: Copies, paths: Iterable[str]) -> dict[Entries, set[str]]:
     """Returns the parameters in each group that keeps arrays of parameters; outside of groups, all of these."""
     found = {(): set(paths)}
@@ -148,7 +143,11 @@ def _members_in(copies: Copies, paths: Iterable[str]) -> dict[Entries, set[str]]
 def _histories(movers: Movers, source: Any, fresh: Copies) -> tuple[list[_Before], Names]:
     """Returns the histories of a state, and by the names of the plan's source each parameter's path and history."""
     is_state = isinstance(source, TrainableState)
-    names = Names({}, {}.__getitem__, states={"": state_in_words(source)}) if is_state else names_of(source)
+    names = (
+        Names({}, {}.__getitem__, states={"": state_in_words(source, is_divided=False)})
+        if is_state
+        else names_of(source)
+    )
     histories, aliases, specs = list[_Before](), dict[str, str](), movers.source.specs
     if "" in names.states:
         words, get = names.states[""], functools.cache(names.__getitem__)
@@ -290,21 +289,23 @@ class _Moving:
             part, index = _part_of(self.copies, paths), index_of(made.layout)
             layout = trained_at(made.layout, [index.structure.index[path] for path in paths])
             made = like_history(made, layout, part)
-        shared = functools.partial(self._shared, home)
-        found = zip(part.arrays.items(), joined(part, self._piece if home else self._begun, shared), strict=True)
-        arrays = {at: self._as_fresh(at, array, like.shape) for (at, like), array in found}
-        return dataclasses.replace(made.holding(arrays), count=jnp.asarray(home.count if home else 0, jnp.int32))
+        arrays = joined(part, self._piece if home else self._begun, functools.partial(self._shared, home))
+        made = made.holding(dict(zip(part.arrays, self._as_fresh(part, arrays), strict=True)))
+        return dataclasses.replace(made, count=jnp.asarray(home.count if home else 0, jnp.int32))
 
-    def _as_fresh(self, at: Entries, array: Array, shape: tuple[int, ...]) -> Array:
-        """Casts an array to the dtype of the fresh one, and places it alike if it has the same shape."""
-        name, like = join_path(at), self.copies.arrays[at]
-        if array.shape != shape:
-            raise ValueError(
-                f"the state has {describe(array)} at {name!r}, but the fresh one has {describe(like)}: it was made by "
-                "another transformation"
-            )
-        array = in_dtype(array, like.dtype)
-        return placed(name, array, like) if shape == like.shape else jnp.asarray(array)
+    def _as_fresh(self, part: Copies, arrays: Sequence[Array]) -> list[Array]:
+        """Casts arrays to the dtypes of the fresh ones, and places those alike that have the same shape."""
+        coming = list[Like]()
+        for (at, want), array in zip(part.arrays.items(), arrays, strict=True):
+            name, like = join_path(at), self.copies.arrays[at]
+            if array.shape != want.shape:
+                raise ValueError(
+                    f"the state has {describe(array)} at {name!r}, but the fresh one has {describe(like)}: it was made "
+                    "by another transformation"
+                )
+            coming.append((name, in_dtype(array, like.dtype), like if want.shape == like.shape else want))
+        made = dict(placed_in_turn(enumerate(coming)))
+        return [made[number] for number in range(len(coming))]
 
     # -- Of each parameter
 
