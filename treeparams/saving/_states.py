@@ -134,7 +134,7 @@ def _unlabelled(entries: Entries) -> Entries:
 
 def _members_in(copies: Copies, paths: Iterable[str]) -> dict[Entries, set[str]]:
     """Returns the parameters in each group that keeps arrays of parameters; outside of groups, all of these."""
-    found = {(): set(paths)}
+    found = dict[Entries, set[str]]({(): set(paths)})
     for place, path in copies.at:
         found.setdefault(_group_of(place[0]), set()).add(path)
     return found
@@ -408,9 +408,9 @@ def _part_of(copies: Copies, paths: Set[str]) -> Copies:
             if not kept:
                 continue
             if own.axis is not None:  # the pieces that are kept move together, and padding is dropped
-                names, shapes = [own.paths[n] for n in kept], [own.block.shapes[n] for n in kept]
-                own = Owners.of(names, own.place, own.axis, shapes, own.block.has_rows)
-                shape = (*shape[: own.axis], own.block.starts[-1], *shape[own.axis + 1 :])
+                names, shapes, axis = [own.paths[n] for n in kept], [own.block.shapes[n] for n in kept], own.axis
+                own = Owners.of(names, own.place, axis, shapes, own.block.has_rows)
+                shape = (*shape[:axis], own.block.starts[-1], *shape[axis + 1 :])
         found.append(own)
         arrays[entries] = jax.ShapeDtypeStruct(shape, array.dtype)
     return Copies(arrays, Division(tuple(found)))
