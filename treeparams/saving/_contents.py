@@ -165,8 +165,11 @@ def places_in_words(restructure: Restructure[Any]) -> dict[str, Any]:
     return {slot.path: [places[slot.path], list(slot.shape)] for slot in restructure.layout.slots}
 
 
-def state_in_words(state: TrainableState) -> dict[str, Any]:
-    """Returns the parameters of a state, their histories, and the parameters that each array belongs to, in words."""
+def state_in_words(state: TrainableState, *, is_divided: bool = True) -> dict[str, Any]:
+    """Returns the parameters of a state, their histories, and the parameters that each array belongs to, in words.
+
+    These take longest, and are left out unless `is_divided`.
+    """
     index, roles = index_of(state.layout), state.roles
     paths, spec = index.structure.paths, index.structure.spec
     slots = []
@@ -174,7 +177,7 @@ def state_in_words(state: TrainableState) -> dict[str, Any]:
         aliases = [paths[alias.leaf] for alias in index.aliases.get(i, ()) if not alias.transforms]
         slots.append([paths[i], aliases, list(spec(i).shape), str(spec(i).dtype)])
     numbers = {path: number for number, (path, *_) in enumerate(slots)}
-    pairs = zip((*state.runs, *state.held), roles.divisions, strict=True)
+    pairs = zip((*state.runs, *state.held), roles.divisions, strict=True) if is_divided else ()
     return {
         "slots": slots,
         "running": [[paths[i] for i in positions] for positions in roles.running],

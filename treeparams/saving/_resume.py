@@ -18,7 +18,7 @@ from .._files.file import File
 from .._files.names import is_below, split_name
 from .._files.values import histories_in, specs_in
 from .._forms.form import tree_of
-from .._forms.states import Division, Entries, Owners, entries_of
+from .._forms.states import Copies, Division, Entries, Owners, entries_of
 from .._slots.index import Index
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.ties import Alias
@@ -79,10 +79,10 @@ def _with_histories(state: TrainableState, file: File, path: str) -> TrainableSt
     for number, said in enumerate(histories_in(there)):
         below = [name for name in specs if is_below(name, start + said.path)]
         its = {split_name(name[len(start) :])[2:]: specs[name] for name in below}
-        owners = dict(zip(its, division_in(there, number, its).owners, strict=True))
+        stored = Copies(its, division_in(there, number, its))
         layout = trained_at(whole, [structure.index[path] for path in said.parameters])
         count = jax.ShapeDtypeStruct((), np.dtype("int32"))
-        sides[said.side].append(dataclasses.replace(like_history(shown, layout, its, owners), count=count))
+        sides[said.side].append(dataclasses.replace(like_history(shown, layout, stored), count=count))
     layout = trained_at(whole, [leaf for each in sides["runs"] for leaf in index_of(each.layout).positions])
     still = specs.get(f"{start}still")
     shape = () if still is None else jax.ShapeDtypeStruct(*still[:2])
@@ -102,35 +102,31 @@ def _tied(state: TrainableState, words: Mapping[str, Any]) -> Layout:
     return Layout(Index(index.structure, index.trained, tuple(ties)))
 
 
-def like_history(
-    shown: History, layout: Layout, stored: Mapping[Entries, Any], owners: Mapping[Entries, Owners | None]
-) -> History:
+def like_history(shown: History, layout: Layout, stored: Copies) -> History:
     """Returns a history of the same rule for other parameters, with shapes for new arrays.
 
     Args:
         shown: a history of the rule.
         layout: the parameters of the result.
-        stored: its arrays, as shapes and dtypes.
-        owners: the owners of each of these.
+        stored: its arrays, as shapes and dtypes, and the owners of each.
     """
-    made = _Like(shown, layout, stored, owners).node(shown.state, ())
-    return History(layout, made, Division(tuple(map(owners.get, entries_of(made)))))
+    like = _Like(shown, layout, stored)
+    made = like.node(shown.state, ())
+    return History(layout, made, Division(tuple(map(like.owners.get, entries_of(made)))))
 
 
 class _Like:
     """Makes the nodes of a state for other parameters, like those of a state that is shown."""
 
-    def __init__(
-        self, shown: History, layout: Layout, stored: Mapping[Entries, Any], owners: Mapping[Entries, Owners | None]
-    ) -> None:
-        self._before, self._after = shown.layout, layout
-        self._shown, self._stored, self._owners = dict(shown.copies.owned()), stored, owners
-        self._nodes = {entries[:end] for entries in stored for end in range(len(entries) + 1)}
-        known = [each for each in (*self._shown.values(), *owners.values()) if each is not None]
+    def __init__(self, shown: History, layout: Layout, stored: Copies) -> None:
+        self._before, self._after, self._stored = shown.layout, layout, stored.arrays
+        self._shown, self.owners = dict(shown.copies.owned()), dict(stored.owned())
+        self._nodes = {entries[:end] for entries in stored.arrays for end in range(len(entries) + 1)}
+        known = [each for each in (*self._shown.values(), *self.owners.values()) if each is not None]
         self._joined = {each.place[0] for each in known if each.axis is not None}
         self._trees = {each.place[0] for each in known} - self._joined
-        self._keys, self._known_keys = _keys_in(owners), _keys_in(self._shown)
-        owned = {path for each in owners.values() if each for path in each.paths}
+        self._keys, self._known_keys = _keys_in(self.owners), _keys_in(self._shown)
+        owned = {path for each in self.owners.values() if each for path in each.paths}
         self._alone = {(quote(slot.key),) for slot in layout.slots if slot.path not in owned}
 
     def node(self, node: PyTree, at: Entries) -> PyTree:
@@ -149,19 +145,15 @@ class _Like:
 
     def _groups(self, node: GroupsState, at: Entries) -> tuple[Group, ...]:
         """Returns the groups of a node, each with the parameters or the stacks that its rule sees."""
-        found = list[Group]()
+        order, found = {path: number for number, path in enumerate(self._after.paths)}, list[Group]()
         for name, known in node.groups:
             head = *at, "inner_states", quote(name)
-            its = {entries: own for entries, own in self._owners.items() if own and own.place[0][: len(head)] == head}
-            paths = {*known}.union(*(own.paths for own in its.values())).intersection(self._after.paths)
-            if self._known_keys:
-                paths = {join_path(key) for key in _keys_in(its)}
-                paths |= {path for path in known if self._is_alone(split_path(path))}
-            found.append(Group(name, tuple(sorted(paths, key=self._order))))
+            its = {entries: own for entries, own in self.owners.items() if own and own.place[0][: len(head)] == head}
+            paths = {path for path in known if path in order or self._is_alone(split_path(path))}
+            paths |= {path for own in its.values() if own.axis is None for path in own.paths}
+            paths |= set(map(join_path, _keys_in(its)))
+            found.append(Group(name, tuple(sorted(paths, key=lambda path: (order.get(path, 0), path)))))
         return tuple(found)
-
-    def _order(self, path: str) -> Any:
-        return path if self._known_keys else self._after.paths.index(path)
 
     def _is_alone(self, key: Entries) -> bool:
         """Returns whether a stack is one of parameters for which the rule keeps nothing."""
@@ -195,21 +187,17 @@ class _Like:
         return self.node(node, (*at, *key)) if is_kept else node
 
     def _array(self, leaf: Any, at: Entries) -> Any:
-        """Returns an array of the state if that of the file is like it; nothing if it is of other parameters."""
-        spec, owners, shown = self._stored.get(at), self._owners.get(at), self._shown.get(at)
-        if spec is None:
-            is_ours = shown is None or not set(shown.paths).isdisjoint(self._after.paths)
-            return leaf if is_ours or not is_array(leaf) else None
-        shape, dtype = tuple(spec.shape), spec.dtype
-        if shown is not None and owners is not None and is_array(leaf):
-            # A rule that keeps other arrays is an error later: so only what the parameters change follows the file.
-            whole = [*leaf.shape]
-            if owners.axis is not None:
-                whole[owners.axis : owners.axis + 1] = shape[owners.axis : owners.axis + 1]
-            shape = tuple(whole)
-            dtype = spec.dtype if is_inexact(leaf.dtype) and is_inexact(spec.dtype) else leaf.dtype
-        if is_array(leaf) and (leaf.shape, leaf.dtype) == (shape, dtype):
+        """Returns an array of the state if that of the file is like it."""
+        if at not in self._stored:
             return leaf
+        shape, dtype, owners = self._stored[at].shape, self._stored[at].dtype, self.owners[at]
+        if at in self._shown and is_array(leaf):
+            # A rule that keeps other arrays is an error later: so only what the parameters change follows the file.
+            start, stop = (0, 0) if owners is None or owners.axis is None else (owners.axis, owners.axis + 1)
+            shape = (*leaf.shape[:start], *shape[start:stop], *leaf.shape[stop:])
+            dtype = dtype if is_inexact(leaf.dtype) and is_inexact(dtype) else leaf.dtype
+            if (leaf.shape, leaf.dtype) == (shape, dtype):
+                return leaf
         return np.empty(shape, dtype) if isinstance(leaf, np.ndarray) else jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -220,14 +208,10 @@ def _keys_in(owners: Mapping[Entries, Owners | None]) -> set[Entries]:
 
 def _form_in_words(words: Mapping[str, Any]) -> str:
     """Returns the form of a state, as `optim.trainable` calls it."""
-    # The key of a joined array tells: that of a stack has a shape, and a vector has none, or a dtype alone. Its pieces
-    # do not, since a vector of scalars is cut into rows too.
-    keys = set[Entries]()
+    # The key of a joined array tells: that of a stack has a shape, and a vector has none, or a dtype alone.
     for said in words["divisions"]:
-        for name, (_, before, after, axis) in said["owners"].items():
+        for name, (_, _, after, axis) in said["owners"].items():
             if axis is not None:
-                entries = split_path(name)
-                keys.add(entries[before : len(entries) - after])
-    if not keys:
-        return "tree"
-    return "stacks" if all(key and key[-1].endswith(']"') for key in keys) else "vector"
+                key = split_path(name)[-after - 1]
+                return "stacks" if key.endswith(']"') else "vector"
+    return "tree"

@@ -11,11 +11,9 @@ keys, or because ties have changed; so this file looks parameters up. Groups may
 group that keeps arrays of parameters is the one in which these parameters were.
 """
 
-import collections
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -27,19 +25,18 @@ import optax
 from jax.core import Tracer
 
 from .._average import Ema
-from .._files.arrays import as_in_jax, placed
+from .._files.arrays import Like, as_in_jax, placed, placed_in_turn
 from .._files.names import Names, head_of, is_below, name_of, split_name, with_ties
 from .._files.values import histories_in, specs_in
 from .._forms.states import Copies, Division, Entries, Owners, Piece, Place, entries_of, joined
 from .._slots.layout import index_of, trained_at
 from .._slots.parts import kept_arrays, with_kept_arrays
-from .._tree.paths import join_path, quote, split_path, unquote
+from .._tree.paths import join_path, split_path, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe, first_few
 from .._tree.types import Array, in_dtype, is_inexact
-from ..optim._groups import groups_in
 from ..optim._state import History, TrainableState, in_own_buffers, nodes_of, state_of
-from ._contents import division_in
+from ._contents import division_in, state_in_words
 from ._fit import check_given
 from ._movers import Movers
 from ._names import names_of
@@ -58,7 +55,6 @@ def carried_state(movers: Movers, source: Any, like: TrainableState) -> Trainabl
     if not like.runs:
         return like
     moving = _Moving(movers, source, History(like.layout, like.runs[0], like.roles.divisions[0]))
-    moving.check_memory()
     homes = dict.fromkeys([*moving.histories, None])
     pairs = [(home, made) for home in homes if (made := moving.history(home)) is not None]
     moving.check_lost()
@@ -75,94 +71,99 @@ def carried_state(movers: Movers, source: Any, like: TrainableState) -> Trainabl
 class _Before:
     """A history of the old state: its place in the state, its parameters, arrays and steps.
 
-    In place of arrays it may have their names, for which a function gets them. It notes the arrays that are taken from
-    it, each with the parameter if it is of one.
+    In place of arrays it may have their names, for which a function gets them.
     """
 
     def __init__(
         self, at: Entries, paths: Iterable[str], copies: Copies, count: Any, get: Callable[[Any], Any]
     ) -> None:
         copies.check()
-        self.at, self.paths, self.copies, self.count = at, tuple(paths), copies, int(_concrete(count))
-        self.waits, self.taken, self._get = at[0] == "held", set[tuple[Entries, str]](), get
-        self.members = _members_in(copies)
-        self._heads = {(_unlabelled(head), path): head for head, its in self.members.items() for path in its}
+        self.paths, self.copies, self.waits, self._at, self._get = tuple(paths), copies, at[0] == "held", at, get
+        self.count = int(_with_values(count, "the state", "counts"))
+        self.members = _members_in(copies, self.paths)
+        self._groups = {(_unlabelled(group), path): group for group, its in self.members.items() for path in its}
+        self._pieces = {(_unlabelled(at), after, path): its for ((at, after), path), its in copies.at.items()}
 
-    def same(self, entries: Entries, path: str) -> Entries:
-        """Returns the path of an array with the labels that a parameter's groups have in this state."""
-        for head in _labelled_in(entries):
-            if (_unlabelled(head), path) in self._heads:
-                return (*self._heads[_unlabelled(head), path], *entries[len(head) :])
-        return entries
+    def shared_at(self, entries: Entries, path: str) -> Entries:
+        """Returns the path of a shared array, where a parameter's group has it; a `KeyError` if it is in none."""
+        group = _group_of(entries)
+        return (*self._groups[_unlabelled(group), path], *entries[len(group) :])
 
     def piece(self, place: Place, path: str) -> Piece:
         """Returns the piece of a parameter at a place, whatever its group is called; a `KeyError` if there is none."""
-        entries, owners, number = self.copies.at[(self.same(place[0], path), place[1]), path]
-        return Piece(self.read(entries, path), owners, number)
+        entries, owners, number = self._pieces[_unlabelled(place[0]), place[1], path]
+        return Piece(self._read(entries, self.copies.arrays[entries]), owners, number)
 
-    def read(self, entries: Entries, path: str = "") -> Any:
-        """Returns an array, of a parameter or one that all share."""
-        self.taken.add((entries, path))
-        name = join_path((*self.at, *entries))
-        return as_in_jax(name, _concrete(self._get(self.copies.arrays[entries]), f" at {name!r}"))
+    def shared(self, entries: Entries) -> Any:
+        """Returns a shared array; a `KeyError` if there is none."""
+        return self._read(entries, self.copies.shared(entries))
 
-    def lost(self, used: Set[str], labels: Set[str]) -> Iterator[tuple[str, str]]:
-        """Yields the arrays that nobody has taken, of used parameters or of groups with these labels.
+    def _read(self, entries: Entries, array: Any) -> Any:
+        name = join_path((*self._at, *entries))
+        return as_in_jax(name, _with_values(self._get(array), "the state", name))
 
-        With each comes the parameter that it belongs to.
+    def lost(self, goes: Mapping[str, str], fresh: Copies) -> list[str]:
+        """Returns the names of the arrays for which a fresh state has no place.
+
+        `goes`: the new parameter that each old one goes to. What others have is not lost.
         """
-        every = [(entries, path) for (_, path), (entries, *_) in self.copies.at.items() if path in used]
-        for entries in self.copies.common if not used.isdisjoint(self.paths) else ():
-            heads = _labelled_in(entries)
-            members = next((self.members[head] for head in heads if head in self.members), used)
-            if not members.isdisjoint(used) and {head[-1] for head in heads} <= labels:
-                every.append((entries, ""))
-        for entries, path in every:
-            if (entries, path) not in self.taken:
-                yield join_path((*self.at, *entries)), path
+        places = {(_unlabelled(at), after, path) for (at, after), path in fresh.at}
+        shared = set(map(_unlabelled, fresh.common))
+        lost = [
+            entries
+            for (*place, path), (entries, *_) in self._pieces.items()
+            if path in goes and (*place, goes[path]) not in places
+        ]
+        used = {group for group, its in self.members.items() if not its.isdisjoint(goes)}
+        lost += [its for its in self.copies.common if _group_of(its) in used and _unlabelled(its) not in shared]
+        return [join_path((*self._at, *entries)) for entries in lost]
+
+
+def _group_of(entries: Entries) -> Entries:
+    """Returns the beginning of a path that ends with the label of the innermost group; empty if it is in none."""
+    ends = [end for end, entry in enumerate(entries[:-1], 2) if entry == "inner_states"]
+    return entries[: ends[-1]] if ends else ()
 
 
 def _unlabelled(entries: Entries) -> Entries:
     """Returns the entries of a path with a star for each label of a group."""
+    if "inner_states" not in entries:
+        return entries
     return tuple(["*" if i and entries[i - 1] == "inner_states" else entry for i, entry in enumerate(entries)])
 
 
-def _labelled_in(entries: Entries) -> list[Entries]:
-    """Returns the beginnings of a path that end with the label of a group, the innermost first."""
-    return [entries[: i + 2] for i in reversed(range(len(entries) - 1)) if entries[i] == "inner_states"]
-
-
-def _members_in(copies: Copies) -> dict[Entries, set[str]]:
-    """Returns the parameters in each group that keeps arrays of parameters, by the path of its state."""
-    found = collections.defaultdict[Entries, set[str]](set)
+def _members_in(copies: Copies, paths: Iterable[str]) -> dict[Entries, set[str]]:
+    """Returns the parameters in each group that keeps arrays of parameters; outside of groups, all of these."""
+    found = dict[Entries, set[str]]({(): set(paths)})
     for place, path in copies.at:
-        for head in _labelled_in(place[0]):
-            found[head].add(path)
-    return dict(found)
+        found.setdefault(_group_of(place[0]), set()).add(path)
+    return found
 
 
 def _histories(movers: Movers, source: Any, fresh: Copies) -> tuple[list[_Before], Names]:
     """Returns the histories of a state, and by the names of the plan's source each parameter's path and history."""
-    if isinstance(source, TrainableState):
-        roles, index = source.roles, index_of(source.layout)
-        structure, ats = index.structure, [("runs", str(i)) for i in range(len(source.runs))]
-        ats += [("held", str(i)) for i in range(len(source.held))]
-        specs: Any = dict(zip(structure.paths, structure.specs, strict=True))
-        aliases = {structure.paths[tie.leaf]: structure.paths[tie.source] for tie in index.ties}
-        paths = [[structure.paths[leaf] for leaf in its] for its in (*roles.running, *roles.held)]
-        copies = map(Copies, map(entries_of, (*source.runs, *source.held)), roles.divisions)
-        histories = list(map(_Before, ats, paths, copies, source.counts, itertools.repeat(lambda array: array)))
-    elif "" in (names := names_of(source)).states:
-        words = names.states[""]
+    is_state = isinstance(source, TrainableState)
+    names = (
+        Names({}, {}.__getitem__, states={"": state_in_words(source, is_divided=False)})
+        if is_state
+        else names_of(source)
+    )
+    histories, aliases, specs = list[_Before](), dict[str, str](), movers.source.specs
+    if "" in names.states:
+        words, get = names.states[""], functools.cache(names.__getitem__)
         aliases, specs = {alias: path for path, also, *_ in words["slots"] for alias in also}, specs_in(words)
-        histories, get = list[_Before](), functools.cache(names.__getitem__)
         for number, said in enumerate(histories_in(words)):
-            at, count = split_path(said.path), names[f"counts.{number}"]
-            arrays = _names_below(names, at)
-            copies = Copies(arrays, division_in(words, number, arrays))
-            histories.append(_Before(at, said.parameters, copies, count, get))
+            at = split_path(said.path)
+            if is_state:
+                arrays: Any = entries_of((*source.runs, *source.held)[number])
+                copies = Copies(arrays, source.roles.divisions[number])
+                histories.append(_Before(at, said.parameters, copies, source.counts[number], lambda array: array))
+            else:
+                arrays = _names_below(names, at)
+                copies = Copies(arrays, division_in(words, number, arrays))
+                histories.append(_Before(at, said.parameters, copies, names[f"counts.{number}"], get))
     elif "counts.0" in names.specs:
-        histories, specs, aliases = _restored(movers.source.specs, names, fresh), movers.source.specs, {}
+        histories = _restored(specs, names, fresh)
     else:
         raise ValueError(
             "expected a state of optim.trainable, or the names of one, such as saving.names(path, 'optimiser'); got "
@@ -186,24 +187,29 @@ def _names_below(names: Names, at: Entries) -> dict[Entries, str]:
 def _restored(specs: Mapping[str, Spec], names: Names, fresh: Copies) -> list[_Before]:
     """Returns the histories of a state without its class, as Orbax restores one, by the paths of its arrays."""
     known = {split_name(name): (name, spec.shape) for name, spec in specs.items() if spec.parameter}
-    owners = [own for _, own in fresh.owned() if own is not None]
-    places = {own.place for own in owners}
+    places = dict.fromkeys(own.place for _, own in fresh.owned() if own is not None)
+    are_joined = any(own is not None and own.axis is not None for _, own in fresh.owned())
+
+    def owners_of(entries: Entries) -> Owners | None:
+        for before, after in places:
+            own = entries[len(before) : len(entries) - len(after)]
+            if own in known and entries == (*before, *own, *after):
+                name, shape = known[own]
+                return Owners.of([name], (before, after), None, [shape], False)
+        return None
+
     heads = {split_name(name)[:2] for name in names.specs if head_of(name) in ("runs", "held")}
     counts = [names[name] for i in range(len(names.specs)) if (name := f"counts.{i}") in names.specs]
     found, get = list[_Before](), functools.cache(names.__getitem__)
     for at, count in zip(sorted(heads, key=lambda at: (at[0] == "held", int(at[1]))), counts, strict=False):
-        arrays, its = _names_below(names, at), list[Owners | None]()
-        for entries in arrays:
-            spans = {place: entries[len(place[0]) : len(entries) - len(place[1])] for place in places}
-            mine = [each for each, own in spans.items() if (*each[0], *own, *each[1]) == entries and own in known]
-            alone = [Owners.of([known[spans[each]][0]], each, None, [known[spans[each]][1]], False) for each in mine]
-            its.append(next(iter(alone), None))
-        paths = {path: None for own in its if own is not None for path in own.paths}
-        if len(counts) == 1:
-            paths = {name: None for name, _ in known.values() if not paths or name in paths}
+        arrays = _names_below(names, at)
+        division = Division(tuple(map(owners_of, arrays)))
+        paths = dict.fromkeys(path for own in division.owners if own is not None for path in own.paths)
+        if not paths and len(counts) == 1:
+            paths = dict.fromkeys(name for name, _ in known.values())
         if paths:
-            found.append(_Before(at, paths, Copies(arrays, Division(tuple(its))), count, get))
-    if len(found) < len(counts) or any(own.axis is not None for own in owners):
+            found.append(_Before(at, paths, Copies(arrays, division), count, get))
+    if len(found) < len(counts) or are_joined:
         raise ValueError(
             "nothing tells which parameters the arrays of the state are of, since they are joined, or since there are "
             "none; restore it into the shapes of a state, jax.eval_shape(lambda: state)"
@@ -211,12 +217,12 @@ def _restored(specs: Mapping[str, Spec], names: Names, fresh: Copies) -> list[_B
     return found
 
 
-def _concrete(array: Any, where: str = "") -> Any:
-    """Returns an array of a state that has values."""
+def _with_values(array: Any, whose: str, name: str) -> Any:
+    """Returns an array; raises an error if it has no values."""
     if isinstance(array, Tracer):
         raise ValueError("call plan.state between steps, outside of jax.jit: its result depends on the number of steps")
     if isinstance(array, jax.ShapeDtypeStruct):
-        raise ValueError(f"the state has no values{where}, where they are needed: expected arrays")
+        raise ValueError(f"{whose} has no values at {name!r}, where they are needed: expected arrays")
     return array
 
 
@@ -237,7 +243,11 @@ class _Moving:
         self.histories, self._of = _histories(movers, source, fresh.copies)
         self.reads = {path: self._reads(path) for path in fresh.layout.paths}
         self.homes = {path: its[0][1] if its else None for path, its in self.reads.items()}
-        self._members = _members_in(self.copies)
+        self._members = _members_in(self.copies, fresh.layout.paths)
+        # Each row of a stack asks for the whole stack, one after another.
+        self._alone = functools.lru_cache(maxsize=4)(self._alone_at)
+        if nodes_of(optax.ScaleByLBFGSState, fresh.state) and self.histories:
+            self._check_memory()
 
     def _reads(self, path: str) -> list[tuple[str, _Before]]:
         move = self.movers.comes.get(path)
@@ -253,148 +263,8 @@ class _Moving:
             )
         return [its for its in found.values() if its]
 
-    def history(self, home: _Before | None) -> History | None:
-        """Returns the history of the parameters that continue an old one, or begin; `None` if there are none.
-
-        Only the rule knows the state that it keeps for some of the parameters, and there is no rule here to ask. So the
-        state is the one for all parameters, without the arrays that belong to others alone: it has the same pieces.
-        """
-        paths = [path for path, its in self.homes.items() if its is home]
-        if not paths:
-            return None
-        made, part = self.fresh, self.copies
-        if len(paths) < len(self.homes):
-            part, index = _part_of(self.copies, set(paths)), index_of(made.layout)
-            layout = trained_at(made.layout, [index.structure.index[path] for path in paths])
-            made = like_history(made, layout, part.arrays, dict(part.owned()))
-        shared = functools.partial(self._shared, home, paths)
-        found = zip(part.arrays.items(), joined(part, self._piece if home else self._begun, shared), strict=True)
-        arrays = {at: self._as_fresh(at, array, like.shape) for (at, like), array in found}
-        return dataclasses.replace(made.holding(arrays), count=jnp.asarray(home.count if home else 0, jnp.int32))
-
-    def _as_fresh(self, at: Entries, array: Array, shape: tuple[int, ...]) -> Array:
-        """Casts an array to the dtype of the fresh one, and places it alike if it has the same shape."""
-        name, like = join_path(at), self.copies.arrays[at]
-        if array.shape != shape:
-            raise ValueError(
-                f"the state has {describe(array)} at {name!r}, but the fresh one has {describe(like)}: it was made by "
-                "another transformation"
-            )
-        array = in_dtype(array, like.dtype)
-        return placed(name, array, like) if shape == like.shape else jnp.asarray(array)
-
-    # -- Of each parameter
-
-    def _begun(self, place: Place, path: str) -> Piece:
-        """Returns the piece that a parameter begins with."""
-        piece = self.copies.piece(place, path)
-        return piece._replace(array=_with_values(piece.array, path))
-
-    def _piece(self, place: Place, path: str) -> Piece:
-        """Returns the piece for a parameter at a place in its state."""
-        places = self.movers.places(path)
-        if places.is_same:
-            ((old, history),) = self.reads[path]
-            return history.piece(place, old)
-        try:
-            arrays = [self._alone(place, name) for name in places.reads]
-        except KeyError:
-            raise ValueError(
-                f"{self._made(path)}, and the rule keeps other arrays for it at {join_path(place[0])!r}; begin with a "
-                "fresh state"
-            ) from None
-        specs, shape = self.movers.source.specs, self.copies.piece(place, path).shape
-        are_like = all(
-            it.shape == specs[name].shape and is_inexact(it.dtype)
-            for it, name in zip(arrays, places.reads, strict=True)
-        )
-        # Such as the counts of parameters that took their steps together.
-        is_one = all(array.size == 1 and bool(np.all(array == arrays[0])) for array in arrays)
-        if are_like and shape == self.fresh.layout[path].shape:
-            array = places.filled(arrays)
-            if places.dropped is not None:
-                begun = self._begun(place, path).alone()
-                array = jnp.where(places.dropped, begun, array.astype(begun.dtype))
-            return Piece(array)
-        if is_one and {it.shape for it in arrays} == {shape}:
-            return Piece(arrays[0])
-        raise ValueError(
-            f"{self._made(path)}, but for these the state has arrays of shapes {[it.shape for it in arrays]} at "
-            f"{join_path((*place[0], '*', *place[1]))!r}, which are not the parameters' shapes, and not all alike: a "
-            "plan can only rename such a parameter; begin with a fresh state"
-        )
-
-    @functools.cached_property
-    def _alone(self) -> Callable[[Place, str], Any]:
-        """A function from a place and a name to the array that an old parameter has there."""
-
-        @functools.lru_cache(maxsize=4)  # each row of a stack asks for the whole stack, one after another
-        def alone(place: Place, name: str) -> Any:
-            old, history = self._of[name]
-            return history.piece(place, old).alone()
-
-        return alone
-
-    def _made(self, path: str) -> str:
-        route = self.movers.comes[path].route
-        return f"{path!r} is made of {list(route.sources)} by {route.how}"
-
-    # -- Of all parameters of a history, or of those of a group
-
-    def _shared(self, home: _Before | None, paths: Sequence[str], entries: Entries) -> Any:
-        """Returns an array that the parameters of a history share; an array of a group is that of their old group."""
-        if home is None and "hyperparams" in entries and self.histories:
-            # New parameters begin with the rates that were set, as after optim.set_trainable.
-            home, paths = self.histories[0], [path for path, its in self.homes.items() if its]
-        found = self._sources(home, paths, entries) if home else {}
-        if not found:
-            return _with_values(self.copies.arrays[entries], join_path(entries))
-        if any(its not in history.copies.common for its, history in found.items()):
-            raise KeyError(entries)
-        arrays = [history.read(its) for its, history in found.items()]
-        if not all(np.array_equal(arrays[0], other, equal_nan=True) for other in arrays[1:]):
-            raise ValueError(
-                f"the state has {first_few([join_path(its) for its in found])}, which differ, but parameters of these "
-                f"groups are now in one, at {join_path(entries)!r}; begin with a fresh state"
-            )
-        return arrays[0]
-
-    def _sources(self, home: _Before, paths: Sequence[str], entries: Entries) -> Mapping[Entries, _Before]:
-        """Returns where an array that is shared was before; nothing for that of a group without old parameters."""
-        labels = _labelled_in(entries)
-        members = next((self._members[head] for head in labels if head in self._members), frozenset[str]())
-        reads = {each.same(entries, old): each for path in paths if path in members for old, each in self.reads[path]}
-        if reads or not labels or entries in home.copies.common:
-            return reads or {entries: home}
-        others = [its for its in home.copies.common - self.copies.common if _unlabelled(its) == _unlabelled(entries)]
-        others = [its for its in others if home.members.keys().isdisjoint(_labelled_in(its))]
-        if others and not members:
-            raise ValueError(
-                f"the group {labels[0][-1]!r} keeps no array of a parameter, so nothing tells whether it was "
-                f"{first_few([_labelled_in(its)[0][-1] for its in others])}; give it the same name"
-            )
-        return {}
-
-    # -- Checks
-
-    def check_lost(self) -> None:
-        """Rejects arrays, of used parameters or of all in a known group, for which the fresh state has no place."""
-        after = {old: path for path, its in self.reads.items() for old, _ in its}
-        labels = {quote(group.name) for group in groups_in(self.fresh.state)}
-        labels |= {head[-1] for entries in self.copies.arrays for head in _labelled_in(entries)}
-        lost = [pair for each in self.histories for pair in each.lost(after.keys(), labels)]
-        if lost:
-            why = "it was made by another transformation, or a parameter is now in another group"
-            changed = [after[old] for _, old in lost if old and not self.movers.places(after[old]).is_same]
-            if changed:
-                why = f"{self._made(changed[0])}, and the rule keeps other arrays for it; begin with a fresh state"
-            names = [name for name, _ in lost]
-            raise ValueError(f"the state has {first_few(names)}, for which the fresh one has no place: {why}")
-
-    def check_memory(self) -> None:
+    def _check_memory(self) -> None:
         """Rejects adding parameters to those of L-BFGS, leaving some out, or giving it another form of them."""
-        if not nodes_of(optax.ScaleByLBFGSState, self.fresh.state) or not self.histories:
-            return
         before, olds = self.histories[0], {old for its in self.reads.values() for old, _ in its}
         # If parameters are joined along an axis, their memory is one array, and no parameter has a separate one.
         forms = {own.axis is None for each in (self.copies, before.copies) for _, own in each.owned() if own}
@@ -403,6 +273,123 @@ class _Moving:
             raise ValueError(
                 "L-BFGS remembers steps of all its parameters together, in one form, so none can be added or left out; "
                 "begin with a fresh state"
+            )
+
+    def history(self, home: _Before | None) -> History | None:
+        """Returns the history of the parameters that continue an old one, or begin; `None` if there are none.
+
+        Only the rule knows the state that it keeps for some of the parameters, and there is no rule here to ask. So the
+        state is the one for all parameters, without the arrays that belong to others alone: it has the same pieces.
+        """
+        paths = {path for path, its in self.homes.items() if its is home}
+        if not paths:
+            return None
+        made, part = self.fresh, self.copies
+        if len(paths) < len(self.homes):
+            part, index = _part_of(self.copies, paths), index_of(made.layout)
+            layout = trained_at(made.layout, [index.structure.index[path] for path in paths])
+            made = like_history(made, layout, part)
+        arrays = joined(part, self._piece if home else self._begun, functools.partial(self._shared, home))
+        made = made.holding(dict(zip(part.arrays, self._as_fresh(part, arrays), strict=True)))
+        return dataclasses.replace(made, count=jnp.asarray(home.count if home else 0, jnp.int32))
+
+    def _as_fresh(self, part: Copies, arrays: Sequence[Array]) -> list[Array]:
+        """Casts arrays to the dtypes of the fresh ones, and places those alike that have the same shape."""
+        coming = list[Like]()
+        for (at, want), array in zip(part.arrays.items(), arrays, strict=True):
+            name, like = join_path(at), self.copies.arrays[at]
+            if array.shape != want.shape:
+                raise ValueError(
+                    f"the state has {describe(array)} at {name!r}, but the fresh one has {describe(like)}: it was made "
+                    "by another transformation"
+                )
+            coming.append((name, in_dtype(array, like.dtype), like if want.shape == like.shape else want))
+        made = dict(placed_in_turn(enumerate(coming)))
+        return [made[number] for number in range(len(coming))]
+
+    # -- Of each parameter
+
+    def _begun(self, place: Place, path: str) -> Piece:
+        """Returns the piece that a parameter begins with."""
+        piece = self.copies.piece(place, path)
+        return piece._replace(array=_with_values(piece.array, "like", path))
+
+    def _piece(self, place: Place, path: str) -> Piece:
+        """Returns the piece for a parameter at a place in its state."""
+        places = self.movers.places(path)
+        if places.is_same:
+            ((old, history),) = self.reads[path]
+            return history.piece(place, old)
+        arrays, route = [self._alone(place, name) for name in places.reads], self.movers.comes[path].route
+        shapes, shape = (
+            [self.movers.source.specs[name].shape for name in places.reads],
+            self.copies.piece(place, path).shape,
+        )
+        are_like = [array.shape for array in arrays] == shapes and all(is_inexact(array.dtype) for array in arrays)
+        if are_like and shape == self.fresh.layout[path].shape:
+            array = places.filled(arrays)
+            if places.dropped is not None:
+                begun = self._begun(place, path).alone()
+                array = jnp.where(places.dropped, begun, array.astype(begun.dtype))
+            return Piece(array)
+        # Such as the counts of parameters that took their steps together.
+        if all(array.shape == shape and array.size == 1 and bool(np.all(array == arrays[0])) for array in arrays):
+            return Piece(arrays[0])
+        raise ValueError(
+            f"{path!r} is made of {list(route.sources)} by {route.how}, but for these the state has arrays of shapes "
+            f"{[array.shape for array in arrays]} at {join_path((*place[0], '*', *place[1]))!r}, which are not the "
+            "parameters' shapes, and not all alike: a plan can only rename such a parameter; begin with a fresh state"
+        )
+
+    def _alone_at(self, place: Place, name: str) -> Any:
+        """Returns the array that an old parameter has at a place."""
+        old, history = self._of[name]
+        return history.piece(place, old).alone()
+
+    # -- Of all parameters of a history, or of those of a group
+
+    def _shared(self, home: _Before | None, entries: Entries) -> Any:
+        """Returns an array that the parameters of a history share; an array of a group is that of their old group."""
+        # New parameters begin with the rates that were set, as after optim.set_trainable.
+        are_all = home is None and "hyperparams" in entries
+        home = next(iter(self.histories), None) if are_all else home
+        members = self._members.get(_group_of(entries), ())
+        reads = [
+            each for path, its in self.reads.items() if path in members for each in its if are_all or each[1] is home
+        ]
+        found = {history.shared_at(entries, old): history for old, history in reads}
+        if home and not found:  # a group without parameters in this history is known by its label
+            found = {entries: home} if entries in home.copies.common else {}
+            if not (found or members):
+                self._check_label(home, entries)
+        if not found:
+            return _with_values(self.copies.arrays[entries], "like", join_path(entries))
+        arrays = [history.shared(its) for its, history in found.items()]
+        if not all(np.array_equal(arrays[0], other, equal_nan=True) for other in arrays[1:]):
+            raise ValueError(
+                f"the state has {first_few([join_path(its) for its in found])}, which differ, but parameters of these "
+                f"groups are now in one, at {join_path(entries)!r}; begin with a fresh state"
+            )
+        return arrays[0]
+
+    def _check_label(self, home: _Before, entries: Entries) -> None:
+        """Rejects a new label where another group was that keeps nothing of its parameters either."""
+        others = [its for its in home.copies.common - self.copies.common if _unlabelled(its) == _unlabelled(entries)]
+        labels = [_group_of(its)[-1] for its in others if _group_of(its) not in home.members]
+        if labels:
+            raise ValueError(
+                f"the group {_group_of(entries)[-1]!r} keeps no array of a parameter, so nothing tells whether it was "
+                f"{first_few(labels)}; give it the same name"
+            )
+
+    def check_lost(self) -> None:
+        """Rejects arrays, of used parameters or of all in their group, for which the fresh state has no place."""
+        after = {old: path for path, its in self.reads.items() for old, _ in its}
+        lost = [name for each in self.histories for name in each.lost(after, self.copies)]
+        if lost:
+            raise ValueError(
+                f"the state has {first_few(lost)}, for which the fresh one has no place: it was made by another "
+                "transformation, or a parameter is now in another group, or of another shape"
             )
 
 
@@ -416,27 +403,17 @@ def _part_of(copies: Copies, paths: Set[str]) -> Copies:
     for entries, own in copies.owned():
         array = copies.arrays[entries]
         shape = array.shape
-        if own is not None and own.axis is not None:
-            # The pieces that are kept move together. Padding is dropped.
+        if own is not None:
             kept = [number for number, path in enumerate(own.paths) if path in paths]
-            names, shapes = [own.paths[n] for n in kept], [own.block.shapes[n] for n in kept]
-            length = sum(own.block.starts[n + 1] - own.block.starts[n] for n in kept)
-            shape = (*shape[: own.axis], length, *shape[own.axis + 1 :])
             if not kept:
                 continue
-            own = Owners.of(names, own.place, own.axis, shapes, own.block.has_rows)
-        elif own is not None and paths.isdisjoint(own.paths):
-            continue
+            if own.axis is not None:  # the pieces that are kept move together, and padding is dropped
+                names, shapes, axis = [own.paths[n] for n in kept], [own.block.shapes[n] for n in kept], own.axis
+                own = Owners.of(names, own.place, axis, shapes, own.block.has_rows)
+                shape = (*shape[:axis], own.block.starts[-1], *shape[axis + 1 :])
         found.append(own)
         arrays[entries] = jax.ShapeDtypeStruct(shape, array.dtype)
     return Copies(arrays, Division(tuple(found)))
-
-
-def _with_values(array: Any, name: str) -> Any:
-    """Returns a fresh array; raises an error if it has no values."""
-    if isinstance(array, jax.ShapeDtypeStruct):
-        raise ValueError(f"like has no values at {name!r}, where they are needed: expected arrays, like=tx.init(model)")
-    return array
 
 
 # -- Averages ---------------------------------------------------------------------------------------------------------
