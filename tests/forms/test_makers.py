@@ -208,5 +208,5 @@ def test_what_it_cannot_be_over_devices(in_plans):
     assert {name: each.spec for name, each in plan.params.items()} == {"bfloat16": P(), "float32": P("data")}
     with pytest.raises(ValueError, match=r'use form="stacks" with optim\.per_leaf, or form="tree"'):
         sharding.make_step(loss, optax.lamb(1e-2), plan)
-    with pytest.raises(ValueError, match='form must be "tree", "vector", "stacks" or "dtypes", got \'dtype\''):
+    with pytest.raises(ValueError, match='form must be "tree", "vector" or "stacks", got \'dtype\''):
         sharding.plan(LAYOUT, mesh, {"**": "split"}, form="dtype")

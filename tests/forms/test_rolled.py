@@ -274,29 +274,21 @@ def same_or_said(function, *args):
 
 
 def test_keys_that_are_split_and_used_before_the_loop():
-    mlp = eqx.nn.MLP(3, 8, 8, depth=6, key=jax.random.key(1))
-    stacks, restructure = tp.stack(mlp)
+    stacks, restructure = tp.stack(eqx.nn.MLP(3, 4, 4, depth=4, key=jax.random.key(1)))
 
-    def with_dropout(stacks, x, key):
-        drop = eqx.nn.Dropout(0.3)
-        layers = restructure(stacks).layers  # the first one has another shape
+    def noisy(stacks, x, key):
+        first, last, key = jax.random.split(key, 3)
+        drop, layers = eqx.nn.Dropout(0.3), restructure(stacks).layers  # the first one has another shape
+        x = x + jax.random.normal(first, x.shape)
         for layer, k in zip(layers, jax.random.split(key, len(layers)), strict=True):
             x = drop(jax.nn.relu(layer(x)), key=k)
-        return x
-
-    def with_noise(stacks, x, key):
-        first, last = jax.random.split(key)
-        x = x + jax.random.normal(first, x.shape)
-        for layer in restructure(stacks).layers:
-            x = jax.nn.relu(layer(x))
         return x + jax.random.normal(last, x.shape)
 
-    assert same_or_said(with_dropout, stacks, jnp.ones(3), jax.random.key(0))
-    assert same_or_said(with_noise, stacks, jnp.ones(3), jax.random.key(0))
+    assert same_or_said(noisy, stacks, jnp.ones(3), jax.random.key(0))
 
 
 def test_layers_may_split_their_keys_and_be_compiled_by_themselves():
-    stacks, restructure = tp.stack([jax.random.normal(jax.random.key(i), (3, 3)) for i in range(5)])
+    stacks, restructure = tp.stack([jax.random.normal(jax.random.key(i), (3, 3)) for i in range(4)])
 
     @jax.jit
     def layer(w, x, key):
@@ -306,7 +298,7 @@ def test_layers_may_split_their_keys_and_be_compiled_by_themselves():
         )
 
     def by_a_key_each(stacks, x, key):
-        for w, k in zip(restructure(stacks), jax.random.split(key, 5), strict=True):
+        for w, k in zip(restructure(stacks), jax.random.split(key, 4), strict=True):
             x = layer(w, x, k)
         return x
 
@@ -354,7 +346,7 @@ def a_net(seed):
     return net, stacks
 
 
-@pytest.mark.parametrize("seed", some(range(200), range(4, 200)))
+@pytest.mark.parametrize("seed", some(range(200), range(2, 200)))
 def test_random_nets(seed):
     net, stacks = a_net(seed)
     same_or_said(net, stacks, jnp.ones(3), jax.random.key(seed))
@@ -387,7 +379,7 @@ def test_nothing_of_a_function_lives_on():
         act.defvjp(lambda x: (act(x), None), lambda _, cotangent: (marker and cotangent * big[1],))
         return act
 
-    found = [use(i, make) for make in (with_jvp, with_vjp) for i in range(3)]
+    found = [use(i, make) for make in (with_jvp, with_vjp) for i in range(2)]
     jax.clear_caches()
     gc.collect()
-    assert [ref() for ref in found] == [None] * 6
+    assert [ref() for ref in found] == [None] * 4

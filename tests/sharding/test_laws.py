@@ -95,6 +95,7 @@ def dropout(model, x, key):
     return jnp.mean(errors(model, x * jax.random.bernoulli(key, 0.5, x.shape)))
 
 
+BATCH = (X, MASK)
 BATCHES = {of_classes: (X, np.arange(16.0)[:, None]), dropout: (X, jax.random.key(3))}
 LOSSES = (mean, masked, summed, contrastive, of_statistics, of_classes, dropout)
 
@@ -166,7 +167,7 @@ def on_one_device(loss, rule, form, pieces):
     state, values = tx.init(params), []
     run = jax.jit(functools.partial(step_of_one, loss, tx, pieces))
     for _ in range(2):
-        params, state, value = run(params, rest, state, BATCHES.get(loss, (X, MASK)))
+        params, state, value = run(params, rest, state, BATCHES.get(loss, BATCH))
         values.append(value)
     return values, tp.trainables(tp.combine(params, rest), rest.layout)
 
@@ -181,7 +182,7 @@ def trained(loss, rule, way, **options):
     init, step = sharding.make_step(loss, tx, plan, **options)
     (params, state), values = init(model_of()), []
     for _ in range(2):
-        params, state, value = step(params, state, *BATCHES.get(loss, (X, MASK)))
+        params, state, value = step(params, state, *BATCHES.get(loss, BATCH))
         values.append(value)
     return values, plan.model(params, state, whole=True), plan
 
@@ -238,19 +239,11 @@ def test_any_rule_of_optax(rule, way):
 @pytest.mark.parametrize(("loss", "way"), [(contrastive, "tree"), (masked, "stacks, owned by two")])
 def test_pieces_are_those_of_one_device(loss, way):
     """A loss that is no mean over examples is another one in pieces: the same on any number of devices."""
-    if loss is masked:
-        assert not np.any(np.sum(MASK[::2]) == 0)
-    with enable_x64(True):
-        *found, plan = trained(loss, "adam", way, microbatches=2)
-        assert_equal(found, on_one_device(loss, "adam", WAYS[way].form, 2), plan.layout)
-
-
-def test_a_loss_is_traced_once():
     seen = []
-    loss = lambda *args: seen.append(0) or mean(*args)
     with enable_x64(True):
-        trained(loss, "momentum", "tree", microbatches=2)
-    assert len(seen) == 1
+        *found, plan = trained(lambda *args: seen.append(0) or loss(*args), "adam", way, microbatches=2)
+        assert_equal(found, on_one_device(loss, "adam", WAYS[way].form, 2), plan.layout)
+    assert len(seen) == 1  # the loss is traced once
 
 
 # -- Beside the value --------------------------------------------------------------------------------------------------

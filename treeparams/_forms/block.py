@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -373,9 +373,10 @@ class Block:
             return jnp.asarray(whole)
         return first_axis_whole(jnp.asarray(whole)) if self.rank else replicated(jnp.asarray(whole))
 
-    def some(self, whole: jax.Array, numbers: Sequence[int]) -> list[jax.Array]:
-        """Cuts out the arrays with these numbers, in ascending order."""
-        return cut(whole, self._with_gaps(numbers, whole.shape[1:]), self.rank)[1::2]
+    def some(self, whole: jax.Array, numbers: Set[int]) -> dict[int, jax.Array]:
+        """Cuts out the arrays with these numbers."""
+        ordered = sorted(numbers)
+        return dict(zip(ordered, cut(whole, self._with_gaps(ordered, whole.shape[1:]), self.rank)[1::2], strict=True))
 
     def changed(self, whole: jax.Array, changes: Mapping[int, Callable[[jax.Array], jax.Array]]) -> jax.Array:
         """Returns the whole array with the arrays of these numbers changed: one copy, however many change."""
@@ -458,17 +459,12 @@ def stacked(arrays: Sequence[jax.Array], rank: int | None = None) -> jax.Array:
     """Stacks arrays of one shape, before their last `rank` axes; `None` means before all of them."""
     shape = arrays[0].shape
     shape = shape if rank is None else shape[len(shape) - rank :]
-    if is_key(arrays[0]):
-        return jnp.stack(arrays, arrays[0].ndim - len(shape))
     return join(_alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
 
 
 def _cut_spans(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:
     """Cuts arrays at ascending `(start, size, shape)` out of the axis before the last `rank` ones, and no gaps."""
     axis = array.ndim - 1 - rank
-    if is_key(array):
-        slices = [jax.lax.slice_in_dim(array, start, start + size, axis=axis) for start, size, _ in spans]
-        return [each.reshape(*array.shape[:axis], *span[2]) for each, span in zip(slices, spans, strict=True)]
     return cut(array, _with_gaps(spans, array.shape[axis + 1 :], array.shape[axis]), rank)[1::2]
 
 

@@ -6,7 +6,7 @@ Nodes of one kind, such as layers, become one with a leading axis; stored in seq
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -34,15 +34,10 @@ from .view import View
 # -- Nodes of one kind -------------------------------------------------------------------------------------------------
 
 
-class _Location(NamedTuple):
-    """The place of the value of a leaf."""
-
-    block: int | None  # which of the joined arrays it is cut from; none: it is one of the singles
-    number: int
-    alias: Alias | None = None  # by which it is computed from that
-
-
-_Column = tuple[_Location, ...]
+_Place = tuple[int | None, int, Alias | None]
+"""Where the value of a leaf is: the joined array, and its number in it (or `None` and its number among the other
+values), and the alias by which it is computed from that."""
+_Column = tuple[_Place, ...]
 """The places of one leaf of equal nodes, one for each node; or the one place that it has in all of them."""
 
 
@@ -70,13 +65,13 @@ class _Unbuilt:
             raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several use `repeated`")
         columns: list[_Column] = []
         for leaves in zip(*(range(span.start, span.stop) for span in spans), strict=True):
-            column = tuple(map(self._location, leaves))
+            column = tuple(map(self._place, leaves))
             if structure.is_array(leaves[0]):
-                kinds = {(at.block, at.number, at.alias and at.alias.transforms) for at in column}
+                kinds = {(block, number, alias and alias.transforms) for block, number, alias in column}
                 columns.append(column[:1] if len(kinds) == 1 else column)
                 continue
             columns.append(column[:1])
-            first, *keys = [static_key(self.singles[at.number], strict=True) for at in column]
+            first, *keys = [static_key(self.singles[number], strict=True) for _, number, _ in column]
             for leaf, key in zip(leaves[1:], keys, strict=True):
                 if key != first:
                     raise ValueError(
@@ -85,34 +80,32 @@ class _Unbuilt:
                     )
         return subtreedefs(structure)[spans[0].number], len(spans), columns
 
-    def _location(self, leaf: int) -> _Location:
+    def _place(self, leaf: int) -> _Place:
         # The numbers of a model's leaves in one list: slots, then what is no slot, then what is computed from slots.
-        slots, number = len(self.index.positions), self.index.gathers.order[leaf]
+        slots, number, alias = len(self.index.positions), self.index.gathers.order[leaf], None
         if number >= slots + len(self.singles):
-            slot, alias = self.index.computed[number - slots - len(self.singles)]
-            return _Location(*self._locations[slot], alias)
-        return _Location(*self._locations[number]) if number in self._locations else _Location(None, number - slots)
+            number, alias = self.index.computed[number - slots - len(self.singles)]
+        return (*self._locations.get(number, (None, number - slots)), alias)
 
     def same(self, columns: Iterable[_Column]) -> dict[_Column, Any]:
         """Returns the values of the columns of one place; tied leaves are one array."""
         places = dict.fromkeys(column[0] for column in columns if len(column) == 1)
-        return {(at,): value for at, value in zip(places, self._one_by_one(list(places)), strict=True)}
+        return {(place,): value for place, value in zip(places, self._one_by_one(list(places)), strict=True)}
 
-    def _one_by_one(self, places: Sequence[_Location]) -> list[Any]:
+    def _one_by_one(self, places: Sequence[_Place]) -> list[Any]:
         wanted: dict[int, set[int]] = {}
-        for at in places:
-            if at.block is not None:
-                wanted.setdefault(at.block, set()).add(at.number)
-        pieces: dict[tuple[int, int], Any] = {}
-        for block, numbers in wanted.items():
-            found = self.blocks[block].some(self.leaves[block], sorted(numbers))
-            pieces |= zip([(block, number) for number in sorted(numbers)], found, strict=True)
-        value = lambda at: self.singles[at.number] if at.block is None else self._value(at, pieces[at.block, at.number])
-        return list(map(value, places))
+        for block, number, _ in places:
+            if block is not None:
+                wanted.setdefault(block, set()).add(number)
+        pieces = {block: self.blocks[block].some(self.leaves[block], numbers) for block, numbers in wanted.items()}
+        return [
+            self.singles[place[1]] if place[0] is None else self._value(place, pieces[place[0]][place[1]])
+            for place in places
+        ]
 
-    def _value(self, at: _Location, array: jax.Array) -> Any:
+    def _value(self, place: _Place, array: jax.Array) -> Any:
         """Returns the value at a place in a joined array, from the array (or several, stacked) that was cut out."""
-        block, number, alias = at
+        block, number, alias = place
         dtypes = () if block is None else self.blocks[block].dtypes
         array = cast(array, dtypes[number]) if dtypes else array
         return array if alias is None else alias.value_from(array, self.index.structure.spec(alias.source))
@@ -124,8 +117,9 @@ class _Unbuilt:
         of_block: dict[int, dict[tuple[int, ...], list[_Column]]] = {}
         apart: list[_Column] = []
         for column in dict.fromkeys(each for each in columns if len(each) > 1):
-            block, numbers = column[0].block, tuple([at.number for at in column])
-            if block is None or len(set(map(self._kind, column))) > 1:
+            block, numbers = column[0][0], tuple([number for _, number, _ in column])
+            kinds = {(i, i is None or self.blocks[i].shapes[n], alias and alias.transforms) for i, n, alias in column}
+            if block is None or len(kinds) > 1:
                 apart.append(column)
             else:
                 of_block.setdefault(block, {}).setdefault(numbers, []).append(column)
@@ -135,13 +129,8 @@ class _Unbuilt:
             spans = [([block.starts[number] for number in numbers], block.shapes[numbers[0]]) for numbers in its]
             for array, users in zip(cut_columns(self.leaves[i], block.rank, spans), its.values(), strict=True):
                 found |= {column: self._value(column[0], array) for column in users}
-        values = iter(self._one_by_one([at for column in apart for at in column]))
+        values = iter(self._one_by_one([place for column in apart for place in column]))
         return found | {column: stacked([jnp.asarray(next(values)) for _ in column]) for column in apart}
-
-    def _kind(self, at: _Location) -> tuple[Any, ...]:
-        """Returns a key that is equal for leaves of several nodes that can be cut out and computed as one array."""
-        shape = None if at.block is None else self.blocks[at.block].shapes[at.number]
-        return at.block, shape, at.alias and at.alias.transforms
 
 
 # -- Frozen arrays ----------------------------------------------------------------------------------------------------
@@ -472,11 +461,7 @@ halves_of: Callable[[Restructure[Any]], Any] = operator.attrgetter("_rest", "_fo
 
 def _children(restructure: Restructure[Any]) -> Any:
     rest, form, held, stacks = halves_of(restructure)
-    return (rest, stacks), (form, held, operator.attrgetter("_gather")(restructure))
-
-
-def _children_with_keys(restructure: Restructure[Any]) -> Any:
-    (rest, stacks), static = _children(restructure)
+    static = form, held, operator.attrgetter("_gather")(restructure)
     return ((jtu.GetAttrKey("rest"), rest), (jtu.GetAttrKey("stacks"), stacks)), static
 
 
@@ -486,7 +471,7 @@ def _unflatten(static: tuple[Form, Form, Any], children: Iterable[Any]) -> Restr
     return Restructure(rest, form, held, stacks, gather)
 
 
-jtu.register_pytree_with_keys(Restructure, _children_with_keys, _unflatten, _children)
+jtu.register_pytree_with_keys(Restructure, _children, _unflatten)
 
 
 def released(restructure: Restructure[M]) -> Rest[M]:

@@ -467,7 +467,7 @@ class _Evaluation:
         self._values |= {_result(last, place): value for place, value in zip(loop.first, carry, strict=True)}
         for place, values in zip(kept, stacked, strict=True):
             its = {i: var for i, part in enumerate(loop.parts) if (var := _result(part, place)) in self._needed}
-            rows = [*values] if is_key(values) else cut(values, (values.shape[1:],) * len(values), values.ndim - 1)
+            rows = cut(values, (values.shape[1:],) * len(values), values.ndim - 1)
             self._values |= {var: rows[i] for i, var in its.items()}
 
 
@@ -490,4 +490,4 @@ def _columns_cut(loop: _EqualParts, read: Callable[[_Var], Any]) -> dict[_Column
 
 def _strong(array: Any) -> Any:
     """Returns the array without a weak type: the first carry might have one and the next one not."""
-    return array if is_key(array) else jax.lax.convert_element_type(array, array.dtype)
+    return jax.lax.convert_element_type(array, array.dtype)

@@ -5,8 +5,8 @@ state it makes where each leaf is below a node that says its number, and has one
 parameters. A rule keeps a tree like the parameters, so the node is in the path of each array that belongs to the leaf,
 and a joined one is longer along an axis. All other arrays are shared, as a step count is, and must be there for the
 first leaf alone, and for the last, in the same shape. If they are not, the rule may list its leaves by number. Then the
-question is asked again, with a size for each leaf that no other has. If that fails, too, the answer is a `Division` with
-a problem, and never a guess.
+question is asked again, with a size for each leaf that no other has. If that fails, too, the answer is a `Division`
+with a problem, and never a guess.
 
 Every change to a state between steps follows from these owners. `regroup` cuts the arrays of some states into pieces,
 one for each parameter, and joins them into another state. So parameters freeze and thaw, step without the others, wait,
@@ -258,6 +258,11 @@ class Copies:
     arrays: Mapping[Entries, Any]  # in tree order
     division: Division
 
+    @classmethod
+    def of(cls, init: Init, form: Form, state: PyTree) -> "Copies":
+        """Returns the state that `init` makes of a form."""
+        return cls(entries_of(state), divide(init, form, state))
+
     def check(self) -> None:
         """Raises a `ValueError` if the owners of the state could not be found."""
         if self.division.problem:
@@ -305,13 +310,9 @@ def entries_of(state: PyTree) -> dict[Entries, Any]:
 
 def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
     """Returns the arrays of a state like a fresh one; each piece and shared array is from the first source with it."""
-    pieces: dict[tuple[Place, str], Copies] = {}
-    shared: dict[Entries, Copies] = {}
-    for each in reversed(sources):
-        pieces |= dict.fromkeys(each.at, each)
-        shared |= dict.fromkeys(each.common, each)
-    piece = lambda place, path: pieces[place, path].piece(place, path)
-    return joined(like, piece, lambda entries: shared[entries].shared(entries))
+    pieces = {at: each.piece(*at) for each in reversed(sources) for at in each.at}
+    shared = {entries: each.arrays[entries] for each in reversed(sources) for entries in each.common}
+    return joined(like, lambda place, path: pieces[place, path], shared.__getitem__)
 
 
 def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:

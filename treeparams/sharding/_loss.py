@@ -21,15 +21,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from .._forms.block import Block
-from .._forms.form import Form, tree_of
+from .._forms.form import Form
 from .._forms.mesh import automatic, lay, mesh_within
 from .._forms.restructure import Restructure, halves_of
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, put_together
 from .._slots.where import name_of
-from .._tree.structure import is_array
 from .._tree.text import describe, quoted
-from .._tree.types import PyTree, common_dtype, is_complex, widened
+from .._tree.types import PyTree, common_dtype, widened
 from ._placement import Placement, described, frozen_sources
 from ._specs import Axes, axes_named, first_divided, put_leaf
 
@@ -92,12 +91,11 @@ def _of_paths(layout: Layout, compute_dtype: ComputeDtype) -> dict[str, Any]:
     rules = compute_dtype if isinstance(compute_dtype, Mapping) else {"**": compute_dtype}
     dtypes = [_floating(f"compute_dtype of {name_of(where)}", dtype) for where, dtype in rules.items()]
     index = index_of(layout)
-    paths, specs = index.structure.paths, index.structure.specs
+    structure = index.structure
     found = index.first_entries(list(rules), asked=index.distinct)
-    kept = frozen_sources(index).union(index.positions)  # buffers are as they are
-    return {
-        paths[i]: dtypes[n] for i, n in found.items() if i in kept and (spec := specs[i]) and not is_complex(spec.dtype)
-    }
+    kept = frozen_sources(layout).union(index.positions)  # buffers are as they are
+    real = [i for i in found if i in kept and jnp.issubdtype(structure.spec(i).dtype, jnp.floating)]
+    return {structure.paths[i]: dtypes[found[i]] for i in real}
 
 
 def _floating(name: str, dtype: Any) -> Any:
@@ -157,7 +155,7 @@ class Loss:
     @property
     def takes_restructure(self) -> bool:
         """Whether the loss opens parameters by a `Restructure`; a canonical tree is opened by `tp.combine`."""
-        return self.takes_form and self.placement.form != tree_of(self.placement.layout)
+        return self.takes_form and self.placement.name != "tree"
 
     @property
     def is_lazy(self) -> bool:
@@ -328,7 +326,7 @@ class Loss:
         if self.has_aux:
             result, aux = _pair_returned(result, "has_aux=True", "(value, aux)")
             aux = jax.tree.map(jnp.asarray, aux)
-        is_number = is_array(result) and not result.shape and jnp.issubdtype(result.dtype, jnp.floating)
+        is_number = getattr(result, "shape", None) == () and jnp.issubdtype(result.dtype, jnp.floating)
         if is_number or isinstance(result, float):
             return jnp.asarray(result), (aux, after)
         remedy = "Return (value, aux) and pass has_aux=True; or, of a sum and a weight, return the quotient"

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._forms.form import Form, stacks_of, tree_of, vector_of
 from .._forms.restructure import Restructure, halves_of, restructure_over
 from .._forms.states import divide
-from .._slots.index import Index, Slot
+from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
 from .._tree.declare import holds_buffers
@@ -90,9 +90,10 @@ class _Frozen:
     object.
     """
 
-    def __init__(self, index: Index, matched: Mapping[int, Matched], axes: Axes, name: str) -> None:
+    def __init__(self, layout: Layout, matched: Mapping[int, Matched], axes: Axes, name: str) -> None:
         """Applies the rules to the leaves that have one. `name` is the form, as users call it."""
-        leaves, paths = _frozen_leaves(index), index.structure.paths
+        leaves, index = _frozen_leaves(layout), index_of(layout)
+        paths = index.structure.paths
         by_alias = {alias.leaf: alias for alias in index.ties}
         rules = {leaf: matched.get(index.sources.get(leaf, leaf), ("**", "whole")) for leaf in leaves}
         # An alias is the array of its source. With a transform it is a separate array that follows the same rule.
@@ -126,13 +127,14 @@ class _Frozen:
         return Restructure(with_kept_arrays(singles, left), form, held, type(stacks)(of_stacks))
 
 
-def frozen_sources(index: Index) -> frozenset[int]:
+def frozen_sources(layout: Layout) -> frozenset[int]:
     """Returns the leaves of frozen parameters that a rule may select, each tie once."""
-    return frozenset(_frozen_leaves(index)).difference(index.sources)
+    return frozenset(_frozen_leaves(layout)).difference(index_of(layout).sources)
 
 
-def _frozen_leaves(index: Index) -> list[int]:
+def _frozen_leaves(layout: Layout) -> list[int]:
     """Returns the leaves of frozen parameters, without buffers."""
+    index = index_of(layout)
     nodes = [node for node in index.structure.nodes if holds_buffers(node.cls)]
     buffers = {leaf for node in nodes for leaf in range(node.start, node.stop)}
     return [leaf for leaf in index.structure.parameters if not index.trained[leaf] and leaf not in buffers]
@@ -225,18 +227,16 @@ class Placement:
 
     def __init__(self, layout: Layout, axes: Axes, rules: Rules, name: FormName) -> None:
         if name not in (*MAKERS, "stacks"):
-            *others, last = map('"{}"'.format, dict.fromkeys(["tree", "vector", "stacks", *MAKERS]))
-            raise ValueError(f"form must be {', '.join(others)} or {last}, got {name!r}")
+            raise ValueError(f'form must be "tree", "vector" or "stacks", got {name!r}')
         axes.check(rules)
-        index = index_of(layout)
-        by_leaf = matches(index, rules, frozen_sources(index))
+        by_leaf = matches(layout, rules, frozen_sources(layout))
         self.layout = layout
         self.axes = axes
         self.name: FormName = name  # of the form, as users call it
         make = _in_stacks if name == "stacks" else functools.partial(_in_blocks, name)
-        found = make(layout, [by_leaf[leaf] for leaf in index.positions], axes)
+        found = make(layout, [by_leaf[leaf] for leaf in index_of(layout).positions], axes)
         self.form, self.specs, self._slots, self.in_update = found
-        self.frozen = _Frozen(index, by_leaf, axes, name)
+        self.frozen = _Frozen(layout, by_leaf, axes, name)
 
     # -- Shardings
 

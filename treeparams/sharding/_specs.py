@@ -11,16 +11,16 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._forms.block import Block, cast
+from .._forms.block import Block
 from .._forms.mesh import automatic, lay, mesh_within
-from .._slots.index import Index
-from .._slots.where import Where, name_of
+from .._slots.layout import Layout, index_of
+from .._slots.where import name_of
 from .._tree.text import describe, first_lines, quoted
 from .._tree.types import is_key
 
 Rule = str | PartitionSpec
 Rules = Mapping[Any, Rule]
-Matched = tuple[Where, Rule]
+Matched = tuple[Any, Rule]
 """The `where` that selects a parameter, and its rule."""
 FormName = Literal["tree", "vector", "stacks"]
 AxisNames = str | Sequence[str] | None
@@ -183,12 +183,13 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
             yield f"axis {dim} is split along the batch and along another axis of the mesh at once"
 
 
-def matches(index: Index, rules: Rules, frozen: frozenset[int]) -> dict[int, Matched]:
+def matches(layout: Layout, rules: Rules, frozen: frozenset[int]) -> dict[int, Matched]:
     """Returns the rule of each leaf that a rule selects, with its `where`. Each slot must be selected.
 
     `frozen` are the leaves of frozen parameters that a rule may select.
     """
-    items, paths = list(rules.items()), index.structure.paths
+    items, index = list(rules.items()), index_of(layout)
+    paths = index.structure.paths
     found = index.first_entries(list(rules), asked=frozen.union(index.positions))
     missing = [repr(paths[leaf]) for leaf in index.positions if leaf not in found]
     if missing:
@@ -298,7 +299,7 @@ def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding)
     """Joins traced slots into a block that lies over a mesh; the result equals `block.join`, bit for bit."""
     first, *of_row = [*sharding.spec, None]
     names = _axes_in(first)
-    mesh, arrays = sharding.mesh, [cast(jnp.asarray(slot), block.dtype) for slot in slots]
+    mesh, arrays = sharding.mesh, [jnp.asarray(slot, block.dtype) for slot in slots]
     devices = math.prod(mesh.shape[name] for name in names)
     if block.length is None or not arrays or devices == 1:
         # Of rows that are split within, each lies as it will in the stack.
