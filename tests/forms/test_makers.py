@@ -174,11 +174,7 @@ def on_one_device(rule):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "takes"),
-    [
-        ("clip", EXPLICIT, "form"),
-        pytest.param("several steps", AUTO, "model", marks=LONG),
-    ],
+    ("name", "kind", "takes"), [("clip", EXPLICIT, "form"), pytest.param("several steps", AUTO, "model", marks=LONG)]
 )
 def test_it_lies_over_devices(name, kind, takes, in_plans):
     model, rule = model_of(), RULES[name]

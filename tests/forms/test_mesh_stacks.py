@@ -12,16 +12,7 @@ from treeparams import optim
 
 from ..long import LONG
 from ..zoo import ramp
-from .test_mesh import (
-    AUTO,
-    EXPLICIT,
-    assert_near,
-    auto_within,
-    axes,
-    explicit_within,
-    mesh_of,
-    put,
-)
+from .test_mesh import AUTO, EXPLICIT, assert_near, auto_within, axes, explicit_within, mesh_of, put
 
 LAYERS = {
     "layers": [{"b": ramp(4, start=k), "f": ramp(4, 2, start=k + 0.5), "w": ramp(4, 2, start=k)} for k in range(4)],

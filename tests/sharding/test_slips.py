@@ -33,34 +33,22 @@ LAYOUT = tp.layout({
         ({"**": "whole", "layers": "split", "embed": "whole"}, {}, "'layers' comes too late: '**' before it selects"),
         ({"head": "whole", "layers": "whole"}, {}, "'head' names 'head', but 'embed' and 'head' are one array"),
         ({"embd": "split", "**": "whole"}, {}, "'embd' selects nothing; nearest: 'embed'"),
-        (
-            {"**": "split"},
-            {},
-            "'layers.0.b' (float32[3]), by '**': none of its axes is a multiple of 4; write \"whole\"",
-        ),
-        (
-            {"**": "split"},
-            {"form": "stacks"},
-            "'layers.0.b' (float32[3]), by '**': none of its axes is a multiple of 4; write \"whole\"",
-        ),
+        ({"**": "split"}, {}, "'layers.0.b' (float32[3]), by '**': none of its axes is a multiple"),
+        ({"**": "split"}, {"form": "stacks"}, "'layers.0.b' (float32[3]), by '**': none of its axes is a multiple"),
         (
             {"**": "split"},
             {"mesh": AbstractMesh((4, 3), ("data", "model")), "axis": "data"},
-            "none of its axes is a multiple of 4; write a split over another axis of the mesh, 'model', or \"whole\"",
+            "another axis of the mesh, 'model', or \"whole\"",
         ),
         ({"**": "owned"}, {}, '\'**\': "owned" is for rows of stacks; write form="stacks", or "split" in a tree'),
-        (
-            {"embed": "whole", "**": "split"},
-            {"form": "vector"},
-            "all parts of a vector need the same rule, but 'embed' has 'whole' and 'layers.0.b'~form=\"stacks\"",
-        ),
+        ({"embed": "whole", "**": "split"}, {"form": "vector"}, "'embed' has 'whole' and 'layers.0.b'~form=\"stacks\""),
         ({"**": P(None, "data")}, {"form": "vector"}, "the spec has 2 entries, the array 1 ax"),
         ({"embed": P(None, None, "data"), "**": "whole"}, {}, "the spec has 3 entries, the array 2 axes"),
         ({"embed": P("data", "data"), "**": "whole"}, {}, "the spec names an axis of the mesh twice"),
         (
             {"embed": P(("data", "model")), "**": "whole"},
             {"mesh": TWO, "axis": "data"},
-            "axis 0 is split along the batch and along another axis of the mesh at once",
+            "axis 0 is split along the batch and along",
         ),
         ({"**": P(P.UNCONSTRAINED)}, {}, "its entries must be None, the name of an axis of the mesh, or a tuple"),
         ({"**": "whole"}, {"form": "stack"}, 'form must be "tree", "vector" or "stacks", got \'stack\''),
@@ -69,7 +57,7 @@ LAYOUT = tp.layout({
         (
             {"**": "whole"},
             {"mesh": TWO, "axis": "model", "batch_axis": "data"},
-            "devices along an axis that does not split the batch would all compute the same~write a PartitionSpec",
+            "would all compute the same~a PartitionSpec",
         ),
     ],
 )
@@ -138,32 +126,20 @@ class Made:
 
 
 SLIPS = {
-    "the model for params": (
-        lambda t: t.step(NET, t.state, X, X),
-        "got MLP of 6 arrays.* Pass those that init.* params, state = init\\(model\\)",
-    ),
+    "the model for params": (lambda t: t.step(NET, t.state, X, X), "MLP of 6 arrays.* params, state = init"),
     "no state": (lambda t: t.step(t.params, X, X), "got float32.32,8.* Write params, state, value = step.params"),
     "params of an earlier step": (
         lambda t: (t.step(t.params, t.state, X, X), t.step(t.params, t.state, X, X)),
-        "an earlier step, which donates.* Use those that it returned",
+        "Use those that it",
     ),
     "a batch that cannot be shared": (
         lambda t: t.step(t.params, t.state, X[:30], X[:30]),
         "30 examples.*multiple of 4",
     ),
-    "a batch as a tuple": (
-        lambda t: t.step(t.params, t.state, (X, X)),
-        "missing a required argument: 'y'.*got tuple.* Pass the arguments of the loss one by one",
-    ),
-    "params for the model": (
-        lambda t: t.init(t.params),
-        "init got parameters in the form of the plan.* Pass the model: params, state = init\\(model\\)",
-    ),
+    "a batch as a tuple": (lambda t: t.step(t.params, t.state, (X, X)), "'y'.*got tuple.* one by one"),
+    "params for the model": (lambda t: t.init(t.params), "in the form of the plan.* params, state = init"),
     "the model for params, in plan.model": (lambda t: t.plan.model(NET, t.state), "got MLP of 6 arrays.* Pass those"),
-    "params for the state, in plan.model": (
-        lambda t: t.plan.model(t.params, t.params),
-        "expected the state.*got MLP. Write .* plan.model.params, state",
-    ),
+    "params for the state, in plan.model": (lambda t: t.plan.model(t.params, t.params), "got MLP. Write .* plan.model"),
     "a word that is no rule": (
         lambda t: sharding.plan(NET, mesh_of(), {"**": "splitt"}),
         '"split", "owned".*\'splitt\'',
@@ -171,16 +147,13 @@ SLIPS = {
     "no mesh": (lambda t: sharding.plan(NET, 4, SPLIT), "expected a mesh, such as jax.make_mesh.*got int"),
     "an option that is none": (
         lambda t: sharding.make_step(of_net, ADAM, t.plan, loss_is="mean"),
-        "sharding.make_step has no argument 'loss_is'.*has_aux=..., has_state=...",
+        "no argument 'loss_is'.*has_aux",
     ),
     "pieces that cannot be shared": (
         lambda t: sharding.make_step(of_net, ADAM, t.plan, microbatches=3)[1](t.params, t.state, X, X),
-        "32 examples.*cannot share equally in 3 pieces; give a multiple of 12",
+        "in 3 pieces; give a multiple of 12",
     ),
-    "the rule first": (
-        lambda t: sharding.make_step(ADAM, of_net, t.plan),
-        "got .*, function, Plan. Write sharding.make_step\\(loss, optax",
-    ),
+    "the rule first": (lambda t: sharding.make_step(ADAM, of_net, t.plan), "function, Plan. Write sharding"),
     "no plan": (lambda t: sharding.make_step(of_net, ADAM, nets.LAYOUT), "Layout. Write sharding.make_step\\(loss"),
     "a mask of a tree over a vector": (
         lambda t: sharding.make_step(
@@ -190,10 +163,7 @@ SLIPS = {
         ),
         'it fails there.* form="tree"',
     ),
-    "raw keys": (
-        lambda t: t.step(t.params, t.state, X, jax.random.PRNGKey(0)),
-        "32 examples and batch.1. 2.*a typed one, jax.random.wrap_key_data",
-    ),
+    "raw keys": (lambda t: t.step(t.params, t.state, X, jax.random.PRNGKey(0)), "batch.1. 2.*wrap_key_data"),
 }
 
 

@@ -29,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._tree.types import is_complex, is_key, widened
+from .._tree.types import is_complex, widened
 from .mesh import broadcast_as, first_axis_whole, is_sharded, laid_as, replicated, varying_alike
 
 _Shapes = tuple[tuple[int, ...], ...]
@@ -262,7 +262,23 @@ mlir.register_lowering(_join_p, mlir.lower_fun(_one_array, multiple_results=Fals
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class HashedOnce:
+    """A dataclass that remembers its hash, and is pickled without it: hashes differ between processes."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        fields = [field.name for field in dataclasses.fields(self) if field.compare and field.hash is not False]
+        return hash(tuple([getattr(self, name) for name in fields]))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple([getattr(self, field.name) for field in dataclasses.fields(self)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Block(HashedOnce):
     """Arrays stored in sequence in one array; without a `length` it is a single array, unchanged.
 
     A vector and a stack differ only in `rank`. The arrays follow one another along the first axis. In a vector each
@@ -317,16 +333,7 @@ class Block:
         ends = itertools.accumulate(math.prod(shape[: len(shape) - self.rank]) for shape in self.shapes)
         return [0, *ends]
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.shapes, self.dtypes, self.dtype, self.length, self.rank))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> Any:
-        # Without the cached hash: hashes differ between processes.
-        return Block, (self.shapes, self.dtypes, self.dtype, self.length, self.rank)
+    __hash__ = HashedOnce.__hash__
 
     def join(self, arrays: Sequence[Any]) -> Any:
         """Joins the arrays into the whole array."""

@@ -28,16 +28,16 @@ from .._tree.paths import key_entries, key_text, nearest
 from .._tree.structure import same_treedef, take
 from .._tree.text import count_of, describe, first_few, quoted
 from .._tree.types import PyTree, TreeDef, common_dtype, is_complex, is_inexact
-from .block import Block, cast
+from .block import Block, HashedOnce, cast
 
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class Form(HashedOnce):
     """Where slots are stored in a tree of arrays."""
 
-    treedef: Any
+    treedef: Any = dataclasses.field(hash=False)  # its static fields may have no hash
     blocks: tuple[Block, ...]  # its leaves
     members: tuple[tuple[int, ...], ...]  # the slots in each
     paths: tuple[str, ...] = dataclasses.field(compare=False)  # of the slots
@@ -57,15 +57,7 @@ class Form:
         blocks = tuple([block_of([slots[i] for i in own]) for own in members])
         return cls(treedef, blocks, tuple(map(tuple, members)), tuple(paths), noun)
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.blocks, self.members))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> Any:
-        return Form, (self.treedef, self.blocks, self.members, self.paths, self.noun)
+    __hash__ = HashedOnce.__hash__
 
     @functools.cached_property
     def is_bare(self) -> bool:
@@ -132,14 +124,8 @@ class Form:
 
     def holding(self, arrays: Sequence[Any]) -> PyTree:
         """Makes the form from one array per slot, each block in the widest dtype of its arrays."""
-        if self._is_apart:
-            return self.join(arrays)
-        blocks = tuple([
-            _as_wide(block, [arrays[slot] for slot in slots])
-            for block, slots in zip(self.blocks, self.members, strict=True)
-        ])
-        is_same = all(map(operator.is_, blocks, self.blocks))
-        return self.join(arrays) if is_same else dataclasses.replace(self, blocks=blocks).join(arrays)
+        of_each = [[arrays[slot] for slot in slots] for slots in self.members]
+        return dataclasses.replace(self, blocks=tuple(map(_as_wide, self.blocks, of_each))).join(arrays)
 
     def spread(self, numbers: Sequence[Any]) -> PyTree:
         """Makes a tree like this form from one number per slot, with arrays that broadcast against the blocks."""

@@ -85,7 +85,8 @@ class _Unbuilt:
         slots, number, alias = len(self.index.positions), self.index.gathers.order[leaf], None
         if number >= slots + len(self.singles):
             number, alias = self.index.computed[number - slots - len(self.singles)]
-        return (*self._locations.get(number, (None, number - slots)), alias)
+        block, number = self._locations.get(number, (None, number - slots))
+        return block, number, alias
 
     def same(self, columns: Iterable[_Column]) -> dict[_Column, Any]:
         """Returns the values of the columns of one place; tied leaves are one array."""

@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 
 from .._tree.paths import join_path, key_entries
 from .._tree.types import PyTree, common_dtype
-from .block import Block
+from .block import Block, HashedOnce
 from .form import Form
 
 # -- Owners ------------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Owners(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class Division(HashedOnce):
     """The owners of each array of a state, in tree order; `None` where all parameters share it."""
 
     owners: tuple[Owners | None, ...]
@@ -83,15 +83,7 @@ class Division:
         places = {owners.place for owners in self.owners if owners is not None}
         return frozenset(entry for place in places for entries in place for entry in entries)
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.owners, self.problem))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> Any:
-        return Division, (self.owners, self.problem)  # hashes differ between processes
+    __hash__ = HashedOnce.__hash__
 
 
 # -- Asking ------------------------------------------------------------------------------------------------------------

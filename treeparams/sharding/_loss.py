@@ -73,10 +73,8 @@ class Compute:
             dtypes = [self.of_path.get(path) for path in kept_arrays(single)]
             held = _form_in(held, dtypes)
             alone = [dtype for i, dtype in enumerate(dtypes) if i not in held.locations]
-            rest, dtypes = (
-                Restructure(single, self.form, held, stacks),
-                [*alone, *(block.dtype for block in held.blocks)],
-            )
+            rest = Restructure(single, self.form, held, stacks)
+            dtypes = [*alone, *(block.dtype for block in held.blocks)]
         else:
             dtypes = [self.of_path.get(path) for path in kept_arrays(rest)]
         leaves, treedef = jtu.tree_flatten(rest)

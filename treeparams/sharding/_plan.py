@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -26,7 +26,7 @@ from ..optim._state import ModelTransformation, extended, nodes_of, settled, ste
 from ..optim._step import added
 from ..optim._updates import ByParameter, MasterState, copies_in, landed, spread, told
 from ._placement import Placement
-from ._specs import AxisNames, FormName, Rules, axes_of, put_leaf
+from ._specs import FormName, Rules, axes_of, put_leaf
 
 Average = float | Callable[[Any], Ema[Any]]
 """A decay, or a function that makes the average of parameters."""
@@ -338,8 +338,8 @@ def plan(
     rules: Rules | None = None,
     *,
     form: FormName = "tree",
-    axis: AxisNames = None,
-    batch_axis: AxisNames = None,
+    axis: str | Sequence[str] | None = None,
+    batch_axis: str | Sequence[str] | None = None,
 ) -> Plan:
     """Decides where each parameter of a model lies on a mesh, by rules over paths.
 
