@@ -34,10 +34,10 @@ from .view import View
 # -- Nodes of one kind -------------------------------------------------------------------------------------------------
 
 
-_Place = tuple[int | None, int, Alias | None]
+_Origin = tuple[int | None, int, Alias | None]
 """Where the value of a leaf is: the joined array, and its number in it (or `None` and its number among the other
 values), and the alias by which it is computed from that."""
-_Column = tuple[_Place, ...]
+_Column = tuple[_Origin, ...]
 """The places of one leaf of equal nodes, one for each node; or the one place that it has in all of them."""
 
 
@@ -80,7 +80,7 @@ class _Unbuilt:
                     )
         return subtreedefs(structure)[spans[0].number], len(spans), columns
 
-    def _place(self, leaf: int) -> _Place:
+    def _place(self, leaf: int) -> _Origin:
         # The numbers of a model's leaves in one list: slots, then what is no slot, then what is computed from slots.
         slots, number, alias = len(self.index.positions), self.index.gathers.order[leaf], None
         if number >= slots + len(self.singles):
@@ -93,7 +93,7 @@ class _Unbuilt:
         places = dict.fromkeys(column[0] for column in columns if len(column) == 1)
         return {(place,): value for place, value in zip(places, self._one_by_one(list(places)), strict=True)}
 
-    def _one_by_one(self, places: Sequence[_Place]) -> list[Any]:
+    def _one_by_one(self, places: Sequence[_Origin]) -> list[Any]:
         wanted: dict[int, set[int]] = {}
         for block, number, _ in places:
             if block is not None:
@@ -104,7 +104,7 @@ class _Unbuilt:
             for place in places
         ]
 
-    def _value(self, place: _Place, array: jax.Array) -> Any:
+    def _value(self, place: _Origin, array: jax.Array) -> Any:
         """Returns the value at a place in a joined array, from the array (or several, stacked) that was cut out."""
         block, number, alias = place
         dtypes = () if block is None else self.blocks[block].dtypes

@@ -20,7 +20,7 @@ import jax.extend.core as jex
 import jax.tree_util as jtu
 import numpy as np
 
-from .._programs import Kind, Walk, backward, bind, derivative, is_floating, is_high, kind_of, operation_name, programs
+from .._programs import Kind, Walk, bind, derivative, is_floating, kind_of, operation_name, programs
 from .._tree.static_keys import static_key
 from .block import cut, cut_columns
 
