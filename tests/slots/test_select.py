@@ -137,7 +137,7 @@ def test_masks_of_trees_that_are_other_wheres_too():
 # -- Freeze, then thaw
 
 
-def test_freeze_then_thaw_before_anything_is_checked():
+def test_freeze_then_thaw_before_anything_is_checked_and_the_last_word_wins():
     shared = ramp(2)
     model = {"encoder": {"embed": shared, "w": ramp(2)}, "head": shared}
     words = {"freeze": "encoder", "thaw": "encoder.embed"}  # between the two the tie is half frozen
@@ -145,12 +145,10 @@ def test_freeze_then_thaw_before_anything_is_checked():
     assert tp.layout(model, tp.layout(model), **words) == tp.layout(model, **words)
     assert tp.layout(model, "head", thaw="encoder.embed").paths == ("encoder.embed",)
     assert tp.layout(net(), "head", thaw="scale").paths == (*HEAD, "scale")
-    assert tp.layout(model, tp.layout(model, ties={})) == tp.layout(model)
+    given = tp.layout(model, ties={"encoder.w": "head"})
+    assert tp.layout(model, given).ties == {"head": ("encoder.embed", "encoder.w")}
     assert tp.layout(net(), "body", freeze="body.0", thaw=["scale", "body.0.bias"]).paths == (*BODY[1:], "scale")
     assert tp.layout(net(), thaw="head.bias", freeze="**").paths == HEAD[1:]
-
-
-def test_the_last_word_wins():
     layout = tp.layout(net())
     assert tp.layout(net(), freeze="scale", thaw="scale") == layout.thaw("scale") != layout
     assert layout.thaw("scale").freeze("scale") == layout.freeze("body").thaw("body") == layout

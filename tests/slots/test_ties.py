@@ -149,14 +149,12 @@ def test_an_alias_with_a_transform_follows_its_source():
 def test_a_tie_that_is_said_is_named_by_either_end(end: str, transform: Any):
     """By its source, or by its alias alone, also by a node that holds nothing else."""
     alias = "head" if end == "embed" else end
-    head = leaf(3, 2) if transform else leaf(2, 3)
-    model: Any = {"embed": leaf(2, 3), "bias": leaf(2)} | (
-        {"head": head} if alias == "head" else {"body": {"head": head}}
-    )
+    head = {"head": leaf(3, 2) if transform else leaf(2, 3)}
+    model: Any = {"embed": leaf(2, 3), "bias": leaf(2)} | (head if alias == "head" else {"body": head})
     ties: Any = {alias: ("embed", transform) if transform else "embed"}
     layout = tp.layout(model, ties=ties)
     assert layout.ties == {"embed": (alias,)}
-    bias = layout.freeze("embed")
+    bias, mesh = layout.freeze("embed"), jax.make_mesh((2,), ("data",), devices=first_devices(2))
     for node in dict.fromkeys((end, end.split(".")[0])):
         assert layout.freeze(node) == bias == layout.freeze(["**", "!bias"])
         assert bias.thaw(node) == layout == layout.freeze("**").thaw(["**"]) != layout.freeze(["**", f"!{node}"])
@@ -167,26 +165,25 @@ def test_a_tie_that_is_said_is_named_by_either_end(end: str, transform: Any):
         assert list(restructure.view(vector)[f"{node}.**"]) == ["embed"]
         stacks, _ = tp.stack(model, layout, groups={"tied": node, "rest": "**"})
         assert jax.tree.map(jnp.shape, stacks) == {"tied": {"float32[2,3]": (1, 2, 3)}, "rest": {"float32[2]": (1, 2)}}
-        plan = sharding.plan(
-            layout, jax.make_mesh((2,), ("data",), devices=first_devices(2)), {node: "split", "**": "whole"}
-        )
+        plan = sharding.plan(layout, mesh, {node: "split", "**": "whole"})
         assert plan.replicated.keys() == {"bias"}
 
 
-def test_a_declared_tie_is_named_by_either_end():
-    class Language(eqx.Module):
-        embed: Any
-        head: Any = tp.field(tied_to="embed")
-        bias: Any = None
+class Language(eqx.Module):
+    embed: Any
+    head: Any = tp.field(tied_to="embed")
+    bias: Any = None
 
-    for model in (Language(leaf(2, 3), leaf(2, 3), leaf(2)), tp.tie(Language(leaf(2, 3), leaf(2, 3), leaf(2)))):
-        for end in ("embed", "head"):
-            assert tp.layout(model, freeze=end).paths == tp.layout(model, f"!{end}").paths == ("bias",)
-            assert tp.layout(model, f"!{end}").size == 2
-            grads = tp.grad(lambda m: jnp.sum(m.embed) + jnp.sum(m.head), end)(model)
-            assert grads.bias is None is grads.head
-            assert grads.embed.tolist() == [[2.0] * 3] * 2
+
+def test_a_declared_tie_is_named_by_either_end():
+    apart = Language(leaf(2, 3), leaf(2, 3), leaf(2))
+    for model, end in ((model, end) for model in (apart, tp.tie(apart)) for end in ("embed", "head")):
+        assert tp.layout(model, freeze=end).paths == tp.layout(model, f"!{end}").paths == ("bias",)
         assert tp.layout(model, freeze=["head", "embed"]).paths == ("bias",)
+        assert tp.layout(model, f"!{end}").size == 2
+        grads = tp.grad(lambda m: jnp.sum(m.embed) + jnp.sum(m.head), end)(model)
+        assert grads.bias is None is grads.head
+        assert grads.embed.tolist() == [[2.0] * 3] * 2
 
 
 def test_a_word_for_a_node_is_no_word_for_an_alias_with_a_transform_below_it():

@@ -40,32 +40,36 @@ def lose(model: Any) -> list[str]:
     return [each[1] for each in found if each]
 
 
+LOSSES = (
+    ({"a": tied(2, 3)}, "a"),  # in the trace, and outside
+    ({"b": tied(2, 3)}, "b"),  # another name above
+    ({"a": tied(4, 3)}, "a"),  # other shapes
+    ({"held": {"a": tied(2, 3)}, "body": ramp(3)}, ""),  # a model that holds the first
+    (tied(2, 3), ""),  # a part of the first
+    ({"a": tied(2, 3, name="v")}, "a"),  # another layer beside them
+    ({"a": tied(2, 3), "b": tied(2, 3)}, ""),
+    ({"body": ramp(3), "nets": [tied(5)]}, "nets.0"),
+    ({"body": ramp(4), "nets": [tied(5)]}, "nets.0"),  # other shapes elsewhere
+)
+
+
 def test_a_lost_tie_is_noticed_once_for_each_model():
-    assert lose({"a": tied(2, 3)}) == ["a.embed", "a.embed"]  # in the trace, and outside
-    assert lose({"b": tied(2, 3)}) == ["b.embed", "b.embed"]  # another name above
-    assert lose({"a": tied(4, 3)}) == ["a.embed", "a.embed"]  # other shapes
-    assert lose({"held": {"a": tied(2, 3)}, "body": ramp(3)}) == []  # a model that holds the first
-    assert lose(tied(2, 3)) == []  # a part of the first
-    assert lose({"a": tied(2, 3, name="v")}) == ["a.embed", "a.embed"]  # another layer beside them
-    assert lose({"a": tied(2, 3), "b": tied(2, 3)}) == []
-    assert lose({"body": ramp(3), "nets": [tied(5)]}) == ["nets.0.embed"] * 2
-    assert lose({"body": ramp(4), "nets": [tied(5)]}) == ["nets.0.embed"] * 2  # other shapes elsewhere
+    for model, node in LOSSES:
+        assert lose(model) == [f"{node}.embed"] * 2 * bool(node)
 
 
 def test_ties_that_a_layout_was_given_are_missed_once_for_each_model():
-    def forget(model: Any, alias: str, source: str) -> int:
-        tp.layout(model, ties={alias: source})
+    def forget(model: Any, node: str) -> int:
+        tp.layout(model, ties={f"{node}.y": f"{node}.x"})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             tp.partition(model), tp.ravel(model)
         return len(caught)
 
     model = lambda *shape: {"x": ramp(*shape), "y": ramp(*shape) + 1}
-    assert forget({"a": model(2)}, "a.y", "a.x") == 1
-    assert forget({"b": model(2)}, "b.y", "b.x") == 1
-    assert forget({"a": model(3)}, "a.y", "a.x") == 1
-    assert forget({"a": model(2)}, "a.y", "a.x") == 0
-    assert forget({"held": {"a": model(2)}, "z": ramp(1)}, "held.a.y", "held.a.x") == 0
+    for name, size, count in (("a", 2, 1), ("b", 2, 1), ("a", 3, 1), ("a", 2, 0)):
+        assert forget({name: model(size)}, name) == count
+    assert forget({"held": {"a": model(2)}, "z": ramp(1)}, "held.a") == 0
 
 
 # -- A limit -----------------------------------------------------------------------------------------------------------

@@ -365,8 +365,8 @@ def _without_static_arrays(treedef: TreeDef) -> TreeDef:
     opened = [tree]
     while opened:
         node = opened.pop()
-        children, static = take(node) or ((), node)
-        opened += [child for _, child in children]
+        _, children, static = take(node) or ((), (), node)
+        opened += children
         if static is not node and hasattr(node, "__dict__"):  # otherwise it is a leaf, or static as a whole
             vars(node).update({name: _shaped(value) for name, value in vars(node).items()})
     return jtu.tree_structure(tree)

@@ -270,8 +270,7 @@ def _unsaid_in_words(structure: Structure, pairs: Sequence[_Pair], reason: str) 
 _UNSAID = (
     "{0} are one array, {3}, so they train as one parameter. If they only start with equal values (biases, an "
     "ensemble, a target network), write model = tp.untie(model), or make a separate array for each. If they are meant "
-    "to be tied, declare it: tp.field(tied_to=...) in the class, tp.tie(model, {2}, to={1}), or "
-    "tp.layout(model, ties={{{2}: {1}}})"
+    "to be tied, declare it: tp.field(tied_to=...), tp.tie(model, {2}, to={1}), or tp.layout(model, ties={{{2}: {1}}})"
 )
 
 
@@ -327,8 +326,8 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
 _LOST = (
     "{0} were one array in an earlier model of this structure. In this model, an argument of jax.jit, vmap, scan or "
     "the like, they are two, each with a separate gradient. Make a layout outside and pass it in (known = "
-    "tp.layout(model); tp.grad(loss, known)), or pass (params, rest) of tp.partition, or a Restructure of tp.ravel; or "
-    "use tp.jit. If this is another model that only looks alike, pass its own layout to silence this warning"
+    "tp.layout(model); tp.grad(loss, known)), or (params, rest) of tp.partition, or a Restructure of tp.ravel; or use "
+    "tp.jit. If this model only looks alike, pass its own layout to silence this warning"
 )
 _PARTED = (
     "{0} were one array in an earlier model of this structure. In this model they are two, equal bit for bit, as after "
@@ -349,8 +348,7 @@ def warn_of_forgotten_ties(index: Index) -> None:
 
 _FORGOTTEN = (
     "a layout of such a model ties {0}; without that layout they are trained separately. Pass it (known = "
-    "tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or pass tp.layout(model) to train "
-    "them separately"
+    "tp.layout(model, ties=...); tp.grad(loss, known)), or pass tp.layout(model) to train them separately"
 )
 
 

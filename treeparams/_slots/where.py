@@ -26,13 +26,16 @@ from .ties import Alias, declaring_nodes, followers
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaves:
+class _Leaves:
     """A `where` that applies a predicate to each parameter."""
 
     predicate: Callable[[str, jax.ShapeDtypeStruct], bool]
 
+    def __call__(self, path: str, leaf: jax.ShapeDtypeStruct) -> bool:
+        return self.predicate(path, leaf)
 
-Where = str | re.Pattern[str] | type | Leaves | Callable[[Any], Any] | Sequence[Any]
+
+Where = str | re.Pattern[str] | type | _Leaves | Callable[[Any], Any] | Sequence[Any]
 if not TYPE_CHECKING and sys.version_info >= (3, 12):  # a signature that is printed then shows the name
     Where = typing.TypeAliasType("Where", Where)
 
@@ -57,7 +60,7 @@ def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
     """
     if not callable(predicate):
         raise TypeError(f"tp.leaves expects a function of path and leaf, got {describe(predicate)}")
-    return Leaves(predicate)
+    return _Leaves(predicate)
 
 
 # -- Nodes and leaves --------------------------------------------------------------------------------------------------
@@ -109,7 +112,7 @@ def read(structure: Structure, where: object, *, may_only_take: bool = False) ->
     for each in _single(where):
         if isinstance(each, str) and each.startswith("!"):
             away.append(_Match(each[1:], _outermost(structure, each[1:])))
-        elif isinstance(each, (str, re.Pattern, type, Leaves)):
+        elif isinstance(each, (str, re.Pattern, type, _Leaves)):
             chosen.append(_Match(each, _outermost(structure, each)))
         elif callable(each) and not any(map(is_array, jtu.tree_leaves(each))):
             chosen += [_Match(each, spans) for spans in _returned(structure, each)]
@@ -130,7 +133,7 @@ def _single(where: object) -> Iterator[object]:
         yield from _single(each)
 
 
-def _outermost(structure: Structure, where: str | re.Pattern[str] | type | Leaves) -> list[_Span]:
+def _outermost(structure: Structure, where: str | re.Pattern[str] | type | _Leaves) -> list[_Span]:
     """Returns the nodes and leaves that a `where` matches, without those below another one."""
     matches = _matcher(structure, where)
     found, inside = list[_Span](), set[int]()
@@ -141,7 +144,7 @@ def _outermost(structure: Structure, where: str | re.Pattern[str] | type | Leave
     return found
 
 
-def _matcher(structure: Structure, where: str | re.Pattern[str] | type | Leaves) -> Callable[[_Span], bool]:
+def _matcher(structure: Structure, where: str | re.Pattern[str] | type | _Leaves) -> Callable[[_Span], bool]:
     """Returns the function that tells whether a `where` matches a node or leaf."""
     if isinstance(where, str):
         return _glob_matcher(structure, where)
@@ -154,7 +157,7 @@ def _matcher(structure: Structure, where: str | re.Pattern[str] | type | Leaves)
         if span.number is not None or not structure.is_parameter(span.start):
             return False
         try:
-            answer = where.predicate(span.path, jax.ShapeDtypeStruct(*structure.spec(span.start)[:2]))
+            answer = where(span.path, jax.ShapeDtypeStruct(*structure.spec(span.start)[:2]))
         except Exception as error:
             called = f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct"
             raise TypeError(f"{called}; at {span.path!r} it failed with {in_short(error)}") from error
@@ -332,7 +335,7 @@ def name_of(where: object, *, with_line: bool = True) -> str:
     """Returns the name of a `where` for messages; for a lambda its line, which is right until the file changes."""
     if isinstance(where, re.Pattern):
         return repr(where.pattern)
-    if isinstance(where, Leaves):
+    if isinstance(where, _Leaves):
         return f"tp.leaves({function_name(where.predicate, with_line=with_line)})"
     if isinstance(where, str) or not hasattr(where, "__qualname__"):
         return f"{where!r:.80}"
@@ -513,7 +516,7 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
 
 def _as_mask(structure: Structure, value: object) -> list[bool] | None:
     """Returns the flag of each leaf if `value` is a mask, otherwise `None`."""
-    if value is None or isinstance(value, (str, re.Pattern, type, Leaves)):
+    if value is None or isinstance(value, (str, re.Pattern, type, _Leaves)):
         return None
     # A mask and a `where` may both be a sequence, a function or a Module. A tree whose leaves are all bools is a mask;
     # numbers in a tree of the model's structure, or in any that is no sequence, are a mask written wrongly.

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from .declare import is_box
 from .paths import join_path, quote, sibling_entries
 from .static_keys import contents, static_key
-from .structure import Spec, Structure, keys_of, take
+from .structure import Spec, Structure, take
 from .text import Printed, Table, both_in_text, describe, first_few, in_text
 from .types import PyTree
 
@@ -184,7 +184,7 @@ class _Pair:
         if left is None or right is None or (kind is not type(there) and (here is None or there is None)):
             yield Difference(join_path(entries), "structure", self.text(0, here), self.text(1, there))
             return
-        ours, theirs = (self.children(side, entries, *each) for side, each in enumerate(((here, left), (there, right))))
+        ours, theirs = (self.children(side, entries, taken) for side, taken in enumerate((left, right)))
         if kind is not type(there):
             yield Difference(join_path(entries), "class", *both_in_text(kind, type(there)))
         # The static value of a dictionary, and of a state of Equinox, is its keys.
@@ -192,7 +192,7 @@ class _Pair:
             names = []
             if dataclasses.is_dataclass(kind):
                 names = [(field.name,) for field in dataclasses.fields(kind) if field.metadata.get("static")]
-            yield from self.static_rows(entries, left[1], right[1], names)
+            yield from self.static_rows(entries, left[2], right[2], names)
         # Children are matched by their entries and not by position, so that one that is missing shifts no other.
         for entry in dict.fromkeys([*ours, *theirs]):
             is_boxed = len(ours) == 1 == len(theirs) and is_box(kind) and is_box(type(there))
@@ -204,12 +204,11 @@ class _Pair:
             else:
                 yield Difference(join_path(below), "structure", NOTHING, self.text(1, theirs[entry]))
 
-    def children(self, side: int, entries: tuple[str, ...], node: PyTree, taken: Any) -> dict[tuple[str, ...], PyTree]:
+    def children(self, side: int, entries: tuple[str, ...], taken: Any) -> dict[tuple[str, ...], PyTree]:
         """Returns the children of a node of one of the two, each by the entries that it adds."""
-        pairs = list(taken[0])
         names = self.structures[side].states.get(entries)
-        names = names or [(entry,) for entry in sibling_entries(keys_of(type(node), pairs), entries)]
-        return dict(zip(names, [child for _, child in pairs], strict=True))
+        names = names or [(entry,) for entry in sibling_entries(taken[0], entries)]
+        return dict(zip(names, taken[1], strict=True))
 
     def text(self, side: int, tree: PyTree) -> str:
         """Describes a subtree of one of the two; its leaves are numbers."""

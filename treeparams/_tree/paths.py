@@ -124,13 +124,13 @@ class Glob:
 
     def match(self, entries: Sequence[str]) -> tuple[_Star, ...] | None:
         """Returns the stars if the glob matches these entries, otherwise `None`."""
-        joined = _joined(entries)
-        found = self._regex.fullmatch(joined)
+        marked = _marked(entries)
+        found = self._regex.fullmatch(marked)
         if found is None:
             return None
         stars = list[_Star]()
         for number, star in enumerate(self.stars, start=1):
-            at, text = joined.count(_END, 0, found.start(number)), found[number]
+            at, text = marked.count(_END, 0, found.start(number)), found[number]
             if star == "**":
                 stars.append(tuple(entries[at : at + text.count(_END)]))
                 continue
@@ -146,7 +146,7 @@ class Glob:
         >>> [Glob(glob).selects(("layers", "0", "weight")) for glob in globs]
         [True, True, False]
         """
-        return self._regex.match(_joined(entries)) is not None
+        return self._regex.match(_marked(entries)) is not None
 
     def filled(self, stars: Sequence[_Star]) -> str:
         """Returns the path with these texts in place of the stars, of either kind.
@@ -168,7 +168,7 @@ class Glob:
         return join_path(entries)
 
 
-def _joined(entries: Iterable[str]) -> str:
+def _marked(entries: Iterable[str]) -> str:
     return "".join([unquote(entry) + _END for entry in entries])
 
 

@@ -38,8 +38,6 @@ from .types import PyTree, TreeDef, is_inexact, is_ref
 T = TypeVar("T")
 Entries = tuple[str, ...]
 _MEMORIES = 256  # derived things per structure; far more than a program uses
-take = jtu.default_registry.flatten_one_level_with_keys
-"""The children of a node with their keys, and its static value; `None` of a leaf."""
 _NO_KEY = jtu.FlattenedIndexKey  # the key that JAX gives where a class is registered without keys
 _shape, _dtype, _aval = map(operator.attrgetter, ("shape", "dtype", "aval"))
 
@@ -99,16 +97,13 @@ def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
                 raise
             cycle = f"the model is cyclic: the node at {path!r} is one of the nodes above it"
             raise ValueError(f"{cycle}; keep one of the two references, or hold it in a static field") from error
-        raise ValueError(
-            "the tree is nested too deeply for jax.tree.flatten; keep a chain of nodes in a list"
-        ) from error
+        raise ValueError("the tree is nested too deeply for jax.tree.flatten; keep its nodes in a list") from error
 
 
 def _path_of_cycle(node: PyTree, above: set[int], entries: Entries) -> str | None:
     """Returns the path of the first node that is one of those above it."""
-    taken = take(node)
-    pairs = [] if taken is None else list(taken[0])
-    for entry, (_, child) in zip(sibling_entries([key for key, _ in pairs], entries), pairs, strict=True):
+    keys, children, _ = take(node) or ((), (), None)
+    for entry, child in zip(sibling_entries(keys, entries), children, strict=True):
         path = (*entries, entry)
         found = join_path(path) if id(child) in above else _path_of_cycle(child, above | {id(child)}, path)
         if found is not None:
@@ -299,16 +294,15 @@ def _read_nodes(tree: PyTree) -> dict[str, Any]:
     known: dict[Hashable, tuple[Any, Hashable]] = {}  # many nodes have the same objects as static values
     # No recursion: from Python 3.12 on, JAX takes more levels than Python has frames.
     opened: list[tuple[Any, ...]] = []  # the nodes above, each with its siblings that are not read yet
-    children, above = iter([((None, tree), None)]), ()
+    children, above = iter([(tree, None)]), ()
     while True:
-        for (_, child), entry in children:
+        for child, entry in children:
             path = above if entry is None else (*above, entry)
             taken = take(child)
             if taken is None:
                 entries.append(path)
                 continue
-            kind, data, pairs = type(child), taken[1], list(taken[0])
-            keys = keys_of(kind, pairs)
+            kind, (keys, below, data) = type(child), taken
             # JAX makes the tuple of static fields anew at each flattening, around values that are not.
             same = tuple(map(id, data)) if type(data) is tuple else id(data)
             if same not in known:  # it is held, so that no other object gets its identity
@@ -323,7 +317,7 @@ def _read_nodes(tree: PyTree) -> dict[str, Any]:
             # Siblings without leaves take part in the naming of the others, so that a path does not change when a
             # sibling loses its leaves. A box adds no entry.
             names = [None] if len(keys) == 1 and is_box(kind) else sibling_entries(keys, path)
-            children, above = zip(pairs, names, strict=True), path
+            children, above = zip(below, names, strict=True), path
             break
         else:
             if not opened:
@@ -378,12 +372,16 @@ def _count_shared(*several: Entries) -> int:
     return next(different, min(map(len, several)))
 
 
-def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Returns the keys of a node's children, from the children and keys that JAX gives."""
-    keys = [key for key, _ in children]
+def take(node: PyTree) -> tuple[Sequence[Any], Sequence[Any], Any] | None:
+    """Returns the keys and the children of a node, and its static value; `None` of a leaf."""
+    taken, kind = jtu.default_registry.flatten_one_level_with_keys(node), type(node)
+    if taken is None:
+        return None
+    pairs = list(taken[0])
+    keys = [key for key, _ in pairs]
     if issubclass(kind, tuple) and kind is not tuple:  # jaxlib gives each field of a NamedTuple the first one's key
-        return list(map(jtu.GetAttrKey, getattr(kind, "_fields", keys)))
-    return keys
+        keys = list(map(jtu.GetAttrKey, getattr(kind, "_fields", keys)))
+    return keys, [child for _, child in pairs], taken[1]
 
 
 def _from_skeleton(skeleton: PyTree, specs: Any, values: Any, first: Any, settled: bool, refs: Any) -> Structure:

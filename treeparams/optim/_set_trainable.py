@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from .._forms.states import Entries, entries_of
 from .._slots.layout import Layout, MisfitError, Trainable, index_of, retrained, trained_at
 from .._slots.parts import take_apart
-from .._slots.where import Leaves, Where
+from .._slots.where import Where
 from .._tree.paths import join_path
 from .._tree.structure import is_array
 from .._tree.text import Printed, Table, describe
@@ -105,7 +105,7 @@ def set_trainable(
     if isinstance(trainable, bool):
         raise TypeError(f"trainable={trainable} selects nothing; write None for the parameters as declared, or '**'")
     # A model shows what a function or a pattern selects.
-    if not (callable(reset) or isinstance(reset, (bool, str, re.Pattern, Leaves, list, tuple, set, frozenset))):
+    if not (callable(reset) or isinstance(reset, (bool, str, re.Pattern, list, tuple, set, frozenset))):
         raise TypeError(f"reset must be True, False or a `where` such as 'head' or '**.bias', got {describe(reset)}")
     choice = None if trainable is ... and isinstance(reset, bool) else trainable
     if len(nodes_of(TrainableState, state)) != 1:
