@@ -52,6 +52,7 @@ RENAMES = [
     ({"": "w"}, {"": "w"}),
     ({"model.**": "**"}, {"model": "", "model.a": "a", "models": "models"}),
     (lambda name: None if name == "a" else name.upper(), {"a": None, "b.c": "B.C"}),
+    (lambda name: re.sub("^(module|_orig_mod)[.]", "", name), {"a.w": "a.w", "module.b": "b", "_orig_mod.c": "c"}),
     ({"a.**": None, ("b", "c"): None}, {"a.x": None, "a": None, "b": None, "c": None, "d": "d"}),
     ({"a": None, ("b", "b*"): None, "**": "x.**"}, {"a": None, "b": None, "bc": None}),  # nothing left for the default
     # Entries with quotes, and parts of these; several entries in place of a part.
@@ -97,7 +98,7 @@ _PATTERNS = st.sampled_from(["a", "b", "0", "ab", "*", "*", "a*", "*b", "*a*", "
 
 
 @hypothesis.given(st.lists(_ENTRIES, min_size=1, max_size=5), st.lists(_PATTERNS, min_size=1, max_size=5))
-@hypothesis.settings(deadline=None, max_examples=120, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=80, derandomize=True)
 def test_stars_stand_for_texts_that_put_in_their_place_give_the_name(entries, pattern):
     stars = [star for entry in pattern for star in (["**"] if entry == "**" else ["*"] * entry.count("*"))]
     rename = {".".join(pattern): ".".join(["x", *(part for star in stars for part in ("-", star))])}
@@ -171,22 +172,6 @@ def test_where_one_of_those_that_go_together_is_not_there():
     plan = saving.plan(arrays, [{"qk": ramp(4)}, {"qk": ramp(4)}], strict=False, **merge)
     assert [each.names for each in plan.rows] == [("0.q", "0.k"), ()]
     assert (plan.missing, plan.unused) == (("1.qk",), ("1.q",))
-
-
-def test_split_merge_stack_unstack_undo_each_other():
-    a, b = row(2, 3), row(4, 3, start=9)
-    join, part = (lambda *ab: jnp.concatenate(ab)), (lambda ab: (ab[:2], ab[2:]))
-    ways = [
-        ({"a": a, "b": b}, {"ab": row(6, 3)}, {("a", "b"): "ab"}, {"ab": ("a", "b")}, join, part),
-        ({"l": [a, -a, a + 7]}, {"l": row(3, 2, 3)}, {"l.*": "l"}, {"l": "l.*"}, None, None),
-    ]
-    for one, other, there, back, join, part in ways:
-        functions = [{next(iter(rename)): f} if f else None for rename, f in ((there, join), (back, part))]
-        joined = saving.plan(one, other, rename=there, transform=functions[0])
-        parted = saving.plan(joined, one, rename=back, transform=functions[1])
-        assert_same(parted(joined(one)), one)
-        again = saving.plan(parted, other, rename=there, transform=functions[0])
-        assert_same(again(parted(joined(one))), joined(one))
 
 
 _AB, _TO = {"a": row(2), "b": row(2)}, {"x": ramp(2), "y": ramp(2)}
@@ -298,14 +283,10 @@ def test_a_function_that_gives_another_number_of_arrays():
     two = {"rename": {"a": ("x", "y")}, "transform": {"a": lambda a: [a, a, a]}}
     plan = saving.plan({"a": row(2)}, _TO, strict=False, **two)
     assert re.fullmatch(r"a: lambda at test_plan.py:\d+ gives 3 arrays, but the paths are x, y", *plan.disagrees)
+    with pytest.raises(ValueError, match="'z'"):  # a part of a split that goes nowhere
+        saving.plan({"a": row(4)}, {"x": ramp(2)}, rename={"a": ("x", "z")}, transform={"a": lambda a: jnp.split(a, 2)})
     unstack = saving.plan({"a": row(3, 2)}, {"l": [ramp(2), ramp(2)]}, rename={"a": "l.*"}, strict=False)
     assert unstack.disagrees == ("a: unstack gives 3 arrays, but the paths are l.0, l.1",)
-
-
-def test_part_of_a_split_that_goes_nowhere():
-    options = {"rename": {"a": ("x", "z")}, "transform": {"a": lambda a: jnp.split(a, 2)}}
-    with pytest.raises(ValueError, match="'z'"):
-        saving.plan({"a": row(4)}, {"x": ramp(2)}, **options)
 
 
 def test_how_is_the_name_of_what_is_done():

@@ -30,7 +30,7 @@ def _shadows(arrays):
 def _moved(sources, targets, rename, transform, shadows):
     """The shadows after a plan, by path."""
     plan = saving.plan(sources, targets, rename=rename, transform=transform)
-    return plan.average(_shadows(shadows), tp.Ema(targets, 0.9)).shadow
+    return jax.jit(lambda its: plan.average(_shadows(its), tp.Ema(targets, 0.9)).shadow)(shadows)
 
 
 _NOISE = np.random.default_rng(7).normal(size=(19, 17)).astype(np.float32)
@@ -40,7 +40,7 @@ MOVES = {
     "transpose": jnp.transpose,
     "reshape": lambda x: x.reshape(2, 8).T.reshape(4, 4),
     "flip": lambda x: x[:, ::-1],
-    "take along": lambda x: jnp.take_along_axis(x, jnp.argsort(_ROWS)[:, None], axis=1),
+    "take along": lambda x: jnp.take_along_axis(x, np.array([1, 3, 0, 2])[:, None], axis=1),
     "split": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1]),
     "stack": lambda x: jnp.stack([x[2], x[0], x[1], x[3]], axis=1),
     "mapped": jax.vmap(lambda row: row[::-1]),
@@ -51,7 +51,6 @@ MOVES = {
     "put together": lambda x: jnp.zeros((4, 4), x.dtype).at[:2].set(x[2:]).at[2:].set(x[:2]),
     "a product": lambda x: jnp.eye(4, dtype=x.dtype)[_ROWS] @ x,
     "a sum of halves": lambda x: jnp.pad(x[:2], ((2, 0), (0, 0))) + jnp.pad(x[2:], ((0, 2), (0, 0))),
-    "shuffled": lambda x: jax.random.permutation(jax.random.key(0), x, axis=1),
 }
 DROPS = {
     "some rows": lambda x: x[np.array([True, False, True, True])],
@@ -59,14 +58,6 @@ DROPS = {
     "pad": lambda x: jnp.pad(x[1:, :3], ((0, 1), (1, 0))),
     "of two by a mask": lambda x: jnp.where(np.eye(4, dtype=bool), x, x.T),
     "zeros by places": lambda x: x.at[_ROWS[:2]].set(0).T,
-    "zeros": jnp.zeros_like,
-}
-CHANGES = {
-    "scale": lambda x: 2 * x,
-    "clip": lambda x: jnp.clip(x, -1e6, 1e6),
-    "repeat": lambda x: jnp.broadcast_to(x[:1], (4, 4)),
-    "of rows and columns": lambda x: x[:1] + x[:, :1] - x[:1, :1],
-    "negative": jnp.negative,
 }
 
 
@@ -82,20 +73,10 @@ def test_what_moves_elements_moves_averages_with_all_their_digits(dtype):
     its = [*MOVES.values()][:9] if casts == [] else MOVES.values()  # it has no product
     every = {"all": _composed(*its)} | ({} if dtype != "float32" else DROPS)
     for function in every.values():
-        want = function(jnp.asarray(values))
-        target = {"w": jnp.zeros(want.shape, dtype)}
+        want = jax.jit(function)(values)
+        target = {"w": np.zeros(want.shape, dtype)}
         got = _moved(source, target, None, {"w": _composed(*casts, function)}, {"w": values})
         np.testing.assert_array_equal(got["w"], want)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_one_change_among_moves_is_refused(change):
-    its = [*MOVES.values()]
-    plan = saving.plan(
-        {"w": row(4, 4)}, {"w": ramp(4, 4)}, transform={"w": _composed(*its[:3], CHANGES[change], its[5])}
-    )
-    with pytest.raises(ValueError, match="changes or repeats them"):
-        _carried(plan, {"w": row(4, 4)}, {"w": ramp(4, 4)})
 
 
 def test_movers_of_several_arrays():
@@ -121,12 +102,19 @@ FOLLOWED = {
     "half a mask": (_AFFINE, lambda x: x * np.float32([1, 0.5, 1])),
     "whole sum": (_AFFINE, lambda x: jnp.zeros(3).at[jnp.array([0, 0, 1])].add(x)),
     "twice": (_AFFINE, lambda x: jnp.concatenate([x, x[:1]])),
+    "negative": (_AFFINE, jnp.negative),
     "moves that cancel": (_AFFINE, lambda x: x + x[::-1] - x),
     # A vocabulary with new tokens: averages have the constants, and moments begin as those of the fresh state.
     "concatenated": (_GROWS, lambda x: jnp.concatenate([x, jnp.full((2,), 7, x.dtype)])),
     "padded": (_GROWS, lambda x: jnp.pad(x, (0, 2), constant_values=1)),
     "added": (_GROWS, lambda x: jnp.pad(x, (0, 2)) + 1),
     "masked": (_GROWS, lambda x: jnp.where(np.arange(5) < 3, jnp.pad(x, (0, 2)), 7)),
+    # Casts in between cost no digits, and what a mask drops begins, too.
+    "rounded": (_GROWS, lambda x: x.astype(jnp.bfloat16)[::-1].astype(x.dtype)),
+    "a mask": (_GROWS, lambda x: x * np.float32([1, 0, 1])),
+    "set": (_GROWS, lambda x: x.at[1].set(0)),
+    "zeros": (_GROWS, jnp.zeros_like),
+    "clipped": (_NEITHER, lambda x: jnp.clip(x, -1e6, 1e6)),
     "places that depend on values": (_NEITHER, lambda x: x[jnp.argsort(x)]),
     "scanned": (_NEITHER, lambda x: jax.lax.scan(lambda total, each: (total + each, total), 0.0, x)[1]),
     "square of one": (_NEITHER, lambda x: (x * x)[:1]),
@@ -140,13 +128,14 @@ FOLLOWED = {
 def _carried(plan, values, target):
     """A state in which the moment is this number and count, and what the fresh one begins with."""
     tx = _MOMENTUM
-    state = jax.tree.map(lambda x: jnp.asarray(values["w"]) if x.shape == values["w"].shape else x, tx.init(values))
+    state = jax.tree.map(lambda x: jnp.asarray(values["w"] / 3) if x.shape == values["w"].shape else x, tx.init(values))
     like = jax.tree.map(lambda x: x - 5 if jnp.issubdtype(x.dtype, jnp.floating) else x, tx.init(target))
     return plan.state(state, like).runs[0][0].trace["w"]
 
 
-@pytest.mark.parametrize(("refused", "function"), FOLLOWED.values(), ids=FOLLOWED.keys())
-def test_averages_follow_what_is_affine_and_moments_what_moves(refused, function):
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_averages_follow_what_is_affine_and_moments_what_moves(name):
+    refused, function = FOLLOWED[name]
     values = {"w": np.float32([-0.5, 3.25, 1.0])}
     want = function(jnp.asarray(values["w"]))
     target = {"w": jnp.zeros(want.shape)}
@@ -162,7 +151,14 @@ def test_averages_follow_what_is_affine_and_moments_what_moves(refused, function
         with pytest.raises(ValueError, match=r"moments can follow .* from \['w'\] to \['w'\], changes or repeats them"):
             _carried(plan, values, target)
     else:
-        np.testing.assert_array_equal(_carried(plan, values, target), [*values["w"], -5, -5])
+        moment = values["w"] / 3
+        begin = {
+            "rounded": moment[::-1],
+            "a mask": [moment[0], -5, moment[2]],
+            "set": [moment[0], -5, moment[2]],
+            "zeros": [-5] * 3,
+        }
+        np.testing.assert_array_equal(_carried(plan, values, target), begin.get(name, [*moment, -5, -5]))
 
 
 def test_more_elements_than_memory_holds():
@@ -322,13 +318,6 @@ def test_ties_and_bare_arrays():
     assert_same(bare.average(tp.Ema(ramp(2) + 3, 0.5), tp.Ema({"w": ramp(2)}, 0.5)).shadow, {"w": ramp(2) + 3})
     frozen = tp.Ema(tied, 0.5, trainable=tp.layout(tied, freeze="**"))
     assert_same(plan.average(frozen, tp.Ema(apart, 0.5)).shadow, {"a": shared, "b": shared}, identity=False)
-
-
-def test_averages_within_jit():
-    values, target = {"w": _NOISE[:4, :4]}, {"w": ramp(4, 4)}
-    plan = saving.plan(values, target, transform={"w": lambda x: x[_ROWS] * np.tri(4, dtype=np.float32)})
-    moved = jax.jit(lambda ema: plan.average(ema, tp.Ema(target, 0.5)).shadow["w"])(tp.Ema(values, 0.5))
-    np.testing.assert_array_equal(moved, values["w"][np.asarray(_ROWS)] * np.tri(4))
 
 
 def test_an_average_of_a_larger_model_is_refused_as_its_state_is(tmp_path):

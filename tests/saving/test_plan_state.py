@@ -11,6 +11,11 @@ import pytest
 
 import treeparams as tp
 from treeparams import optim, saving
+from treeparams._forms.form import vector_of
+from treeparams._forms.states import Copies, entries_of
+from treeparams._slots.layout import index_of
+from treeparams.optim._state import Roles, TrainableState, rule_of
+from treeparams.optim._step import Rule
 
 from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
 from .test_plan import row
@@ -78,14 +83,40 @@ def _after():
 
 
 RULE = optax.adam(0.1)
-_ADAMW = optax.inject_hyperparams(optax.adamw)(0.1, weight_decay=0.01)
 FORMS = {"tree": optim.trainable, "vector": VECTOR, "stacks": STACKS}
-RULES = {
-    "adam": optax.adam(0.1),
-    "injected": optax.chain(optim.clip_by_global_norm(1e6), _ADAMW),
+INJECTED = optax.inject_hyperparams(optax.adamw)(0.1, weight_decay=0.01)
+_matrices = functools.partial(jax.tree.map, lambda x: x.ndim == 2)
+# One rule for each kind of state: most of Optax keep some moments and a count, as Adam does.
+ELEMENTWISE = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
     "schedule": optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9),
-    "every other step": optax.MultiSteps(optax.rmsprop(0.1), 2).gradient_transformation(),
+    "adam": optax.adam(0.1),
+    "rprop": optax.rprop(0.1),
+    "chain": optax.chain(optim.clip_by_global_norm(1e6), INJECTED),
+    "injected": INJECTED,
+    "MultiSteps": optax.MultiSteps(optax.rmsprop(0.1), 2).gradient_transformation(),
+    "if finite": optax.apply_if_finite(optax.adam(0.1), 3),
+    "plateau": optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()),
+    "ema": optax.chain(optax.ema(0.9), optax.trace(0.9)),
+    "cocob": optax.contrib.cocob(),
+    "prodigy": optax.contrib.prodigy(),
+    "lbfgs": optax.lbfgs(0.1, memory_size=2, linesearch=None),
+    "schedule free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
 }
+BY_SHAPE = {
+    "novograd": optax.novograd(0.1),
+    "sm3": optax.sm3(0.1),
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "muon": optax.contrib.muon(0.1),
+    "masked": optax.masked(optax.trace(0.9), _matrices),
+    "per leaf": optim.per_leaf(optax.adam(0.1)),
+    "injected per leaf": optim.per_leaf(INJECTED),
+    "factored per leaf": optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2)),
+    "groups": optim.groups({("x", "y"): optax.adam(0.1)}, default=optax.sgd(0.1, momentum=0.9)),
+    "groups per leaf": optim.groups({("x", "y"): optim.per_leaf(INJECTED)}, default=optax.adam(0.1)),
+}
+RULES = ELEMENTWISE | BY_SHAPE
 BACK_ARGUMENTS = {"rename": BACK, "transform": BACK_FUNCTIONS}
 PLANS = {
     "renamed": ({"model": _before()["net"], "z": ramp(2)}, {"rename": RENAMES}, {"rename": {"model.**": "net.**"}}),
@@ -94,9 +125,9 @@ PLANS = {
 # The first form is that of the old state, the second that of the new one.
 LAW = [
     ("renamed", "adam", "stacks", "tree"),
-    ("split, merged, stacked", "injected", "tree", "vector"),
+    ("split, merged, stacked", "chain", "tree", "vector"),
     ("split, merged, stacked", "schedule", "vector", "stacks"),
-    ("split, merged, stacked", "every other step", "stacks", "stacks"),
+    ("split, merged, stacked", "MultiSteps", "stacks", "stacks"),
 ]
 
 
@@ -121,68 +152,20 @@ def test_steps_a_plan_and_steps_are_a_plan_of_all_steps(plan, rule, one, other, 
     assert_close(got_state.runs, there.state(whole_state, like=its.init(got)).runs, 1e-6)
 
 
-# -- Functions ---------------------------------------------------------------------------------------------------------
-
-_MASK = np.float32([[1, 0, 1], [0, 1, 1]])
-MOVED = {
-    "rounded": (lambda x: x.astype(jnp.bfloat16)[:, ::-1].astype(jnp.float32), lambda _, x: x[:, ::-1]),
-    "narrow": (lambda x: x.T.astype(jnp.bfloat16), lambda _, x: x.T),
-    "mask": (lambda x: x * _MASK, lambda begun, x: np.where(_MASK, x, begun)),
-    "set": (lambda x: x.at[:, 1].set(0), lambda begun, x: np.where([True, False, True], x, begun)),
-}
-
-
-_BEGINS = optax.chain(optax.scale_by_adam(mu_dtype=jnp.float32), optax.scale_by_rss(initial_accumulator_value=0.25))
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_moments_are_moved_as_they_are(name):
-    """In their own dtype, and where a mask drops elements they begin as the rule has them begin, not at zero."""
-    function, by_hand = MOVED[name]
-    old = {"v": ramp(3), "w": row(2, 3, start=1) / 7}
-    new = {"v": ramp(3), "w": np.asarray(function(jnp.asarray(old["w"])))}
-    plan = saving.plan(old, new, transform={"w": function})
-    for form in [optim.trainable, VECTOR][: 1 + (name == "mask")]:
-        tx = made(form, _BEGINS)
-        like = dataclasses.replace(its := fresh(tx, new), runs=((its.runs[0][0], _filled(its.runs[0][1], 0.25)),))
-        state = taken(fresh(tx, old))
-        carried = plan.state(state, like)
-        for find in (lambda run: run[0].mu, lambda run: run[0].nu, lambda run: run[1].sum_of_squares):
-            before, after, begun = (find(its.runs[0]) for its in (state, carried, like))
-            if form is VECTOR:
-                before, after, begun = before[3:].reshape(2, 3), after[3:9].reshape(new["w"].shape), begun[-1]
-            else:
-                before, after, begun = before["w"], after["w"], begun["w"].ravel()[0]
-            want = by_hand(np.asarray(begun, np.float32), np.asarray(before, np.float32))
-            np.testing.assert_array_equal(after, want.astype(after.dtype))
-
-
-def _filled(tree, value):
-    return jax.tree.map(lambda leaf: np.full(leaf.shape, value, leaf.dtype), tree)
-
-
 # -- Paths that look like those of a state -----------------------------------------------------------------------------
 
-PLAIN = {
-    "adam": (optim.trainable, optax.adam(0.1)),
-    "schedule": (optim.trainable, optax.sgd(optax.constant_schedule(0.1))),
-    "per leaf": (STACKS, optim.per_leaf(optax.adam(0.1))),
-    "injected": (optim.trainable, _ADAMW),
-    "vector": (VECTOR, optax.sgd(0.1, momentum=0.9)),
-    "stacks": (STACKS, optax.adam(0.1)),
-}
 LOOK_ALIKES = {
-    "one position": ([ramp(2, 2)], ["vector"]),
-    "positions": ([ramp(2, 2), ramp(3), {"0": ramp(1)}], ["per leaf", "stacks"]),
-    "adam": ({"mu": ramp(2), "nu": {"mu": ramp(2, 2)}, "count": ramp(3)}, ["adam"]),
-    "a count": ({"count": ramp(3)}, ["schedule", "injected"]),
-    "a trace": ({"trace": ramp(2, 2)}, ["vector"]),
+    "one position": ([ramp(2, 2)], [("momentum", "vector")]),
+    "positions": ([ramp(2, 2), ramp(3), {"0": ramp(1)}], [("per leaf", "stacks"), ("adam", "stacks")]),
+    "adam": ({"mu": ramp(2), "nu": {"mu": ramp(2, 2)}, "count": ramp(3)}, [("adam", "tree")]),
+    "a count": ({"count": ramp(3)}, [("schedule", "tree"), ("injected", "tree")]),
+    "a trace": ({"trace": ramp(2, 2)}, [("momentum", "vector")]),
     "states": (
         {"states": {"count": ramp(2)}, "inner_state": {"0": ramp(3)}, "runs": [ramp(2)]},
-        ["per leaf"],
+        [("per leaf", "stacks")],
     ),
-    "keys of stacks": ({"float32[2]": ramp(2), "float32[3]": [ramp(3), ramp(2)]}, ["stacks"]),
-    "bare": (ramp(2, 2), ["per leaf", "vector"]),
+    "keys of stacks": ({"float32[2]": ramp(2), "float32[3]": [ramp(3), ramp(2)]}, [("adam", "stacks")]),
+    "bare": (ramp(2, 2), [("per leaf", "stacks"), ("momentum", "vector")]),
 }
 
 
@@ -191,8 +174,8 @@ def test_paths_that_look_like_states(model, rules):
     inside = {"net": tp.copy(model)}
     there = saving.plan(tp.layout(model), inside, rename={"**": "net.**"})
     back = saving.plan(tp.layout(inside), model, rename={"net.**": "**"})
-    for name in rules:
-        tx = made(*PLAIN[name])
+    for name, form in rules:
+        tx = made(FORMS[form], RULES[name])
         state, like = taken(fresh(tx, model)), fresh(tx, inside)
         carried = there.state(state, like)
         assert jax.tree.structure(carried) == jax.tree.structure(like)
@@ -259,29 +242,8 @@ def test_parameters_that_wait_are_renamed_moved_and_stepped_around(form):
         plan.state(history(form, None, "a"), tx.init(new))
 
 
-@pytest.mark.parametrize("form", [optim.trainable, VECTOR])
-def test_what_has_no_source_begins_a_history_of_its_own(form):
-    tx, new = made(form, RULE), {"a": ramp(2), "inserted": {"b": ramp(2), "w": ramp(2, 2)}, "z": ramp(2)}
-    plan = saving.plan(MODEL, new, rename={"b": "z", "c": None}, strict=False)
-    carried = plan.state(taken(fresh(tx, MODEL), 4), fresh(tx, new))
-    both = taken(optim.set_trainable(tx, fresh(tx, new), new, ("a", "z"), reset=True), 4)
-    like = optim.set_trainable(tx, both, new)
-    assert jax.tree.structure(carried) == jax.tree.structure(like)
-    assert [int(count) for count in carried.counts] == [4, 0]
-    assert_same(carried.runs[1], like.runs[1])
-    thawed = optim.set_trainable(tx, optim.set_trainable(tx, carried, new, "inserted.w"), new)
-    assert_same(thawed, carried)
-    # One that is frozen, and thawed later.
-    waits = plan.state(taken(fresh(tx, MODEL), 4), fresh(made(form, RULE, "a"), new))
-    assert (waits.layout.paths, len(optim.set_trainable(tx, waits, new).runs)) == (("a",), 2)
-    if form is optim.trainable:
-        after, later = _steps(tx, carried, new, 1)
-        np.testing.assert_allclose(jnp.abs(after["inserted"]["w"] - new["inserted"]["w"]), 0.1, rtol=1e-4)
-        assert [int(count) for count in later.counts] == [5, 1]
-
-
 def test_rates_that_were_set_go_along():
-    tx, new = made(optim.trainable, _ADAMW), {"x": ramp(2), "b": ramp(2), "new": ramp(1)}
+    tx, new = made(optim.trainable, INJECTED), {"x": ramp(2), "b": ramp(2), "new": ramp(1)}
     plan = saving.plan(MODEL, new, rename={"a": "x", "c": None}, strict=False)
     carried = plan.state(optim.adjust(fresh(tx, MODEL), learning_rate=0.5), fresh(tx, new))
     assert [float(run.hyperparams["learning_rate"]) for run in carried.runs] == [0.5, 0.5]
@@ -310,3 +272,125 @@ def test_ties_go_by_the_names_that_the_state_has():
     made_of_one = untied.state(state, fresh(tx, other)).runs[0][0]
     for moments, old in ((made_of_one.mu, state.runs[0][0].mu), (made_of_one.nu, state.runs[0][0].nu)):
         assert_same(list(moments.values()), [old["embed"]] * 2, identity=False)
+
+
+# -- States without a program ------------------------------------------------------------------------------------------
+
+
+def _fresh(rule, layout, start=0):
+    """A state of NumPy arrays, with numbers that are not those of another one, and no trial of the rule."""
+    like, at = rule.like(layout), index_of(layout).positions
+    leaves, treedef = jax.tree.flatten(like.state)
+    arrays = [np.asarray(np.arange(x.size).reshape(x.shape) + start + 50 * i, x.dtype) for i, x in enumerate(leaves)]
+    roles = Roles(layout, (at,), (), (like.division,))
+    return TrainableState((treedef.unflatten(arrays),), (), (np.array(int(start > 0), np.int32),), roles)
+
+
+def _copies(state, number=0):
+    return Copies(entries_of(state.runs[number]), state.roles.divisions[number])
+
+
+def _pieces(copies, names=lambda path: path):
+    """What each parameter has, alone, by place and name; and what is shared."""
+    alone = {(at, names(path)): copies.piece(at, path).alone() for at, path in copies.at}
+    return alone | {entries: copies.shared(entries) for entries in copies.common}
+
+
+def _assert_pieces(got, want):
+    assert got.keys() == want.keys()
+    for at, array in want.items():
+        np.testing.assert_array_equal(got[at], array)
+    return len(want)
+
+
+OLD = {"x": ramp(2, 3), "y": ramp(2, 3), "deep": {"z": ramp(3)}, "s": ramp()}
+NEW = {"x": ramp(2, 3), "y": ramp(2, 3), "w": ramp(3), "s": ramp()}
+MORE = {"begins": ramp(2, 3), "late": ramp(2)}
+RENAME = {"x": "y", "y": "x", "deep.z": "w"}
+OLD_LAYOUT, NEW_LAYOUT = tp.layout(OLD), tp.layout(NEW)
+NAMES = RENAME | {"s": "s"}
+
+
+# Over the vector and the tree, which have the pieces of the stacks by themselves, a few.
+FEW = ["adam", "injected", "MultiSteps"]
+AS_TREES = ["lbfgs", "novograd", "sm3", "adafactor", "muon", "masked", "groups"]
+CASES = [
+    *((name, form) for name in FEW for form in ("tree", "vector")),
+    *((name, "tree") for name in AS_TREES),
+    *((name, "stacks") for name in RULES if name not in AS_TREES[:5]),
+]
+
+
+def _cases(cases):
+    return pytest.mark.parametrize(("name", "form"), cases, ids=map("-".join, cases))
+
+
+@functools.cache
+def _rule(name, form):
+    return rule_of(FORMS[form](RULES[name]))
+
+
+@functools.cache
+def _plans():
+    back = {right: left for left, right in RENAME.items()}
+    return saving.plan(OLD_LAYOUT, NEW, rename=RENAME), saving.plan(NEW_LAYOUT, OLD, rename=back)
+
+
+@_cases(CASES)
+def test_there_and_back(name, form):
+    rule, (there, back) = _rule(name, form), _plans()
+    state, like = _fresh(rule, OLD_LAYOUT, 7), _fresh(rule, NEW_LAYOUT)
+    carried = there.state(state, like)
+    assert jax.tree.structure(carried) == jax.tree.structure(like)
+    _assert_pieces(_pieces(_copies(carried)), _pieces(_copies(state), NAMES.__getitem__))
+    assert_same(back.state(carried, _fresh(rule, OLD_LAYOUT)), state)
+
+
+@_cases([
+    ("adam", "vector"),
+    ("prodigy", "stacks"),
+    ("injected per leaf", "stacks"),
+    ("sm3", "tree"),
+    ("groups per leaf", "stacks"),
+])
+def test_what_begins_is_fresh_and_the_rest_as_it_was(name, form):
+    rule, model = _rule(name, form), OLD | MORE
+    layout = tp.layout(model)
+    state, like = _fresh(rule, OLD_LAYOUT, 7), _fresh(rule, layout)
+    made = saving.plan(OLD, model, strict=False).state(state, like)
+    assert [each.layout.paths for each in rule.histories(made)] == [OLD_LAYOUT.paths, ("begins", "late")]
+    assert [int(count) for count in made.counts] == [1, 0]
+    _assert_pieces(_pieces(_copies(made)), _pieces(_copies(state)))
+    begun, fresh = (_pieces(_copies(its, number)) for its, number in ((made, 1), (like, 0)))
+    _assert_pieces(begun, {at: fresh[at] for at in begun})
+
+
+# -- Wrong before ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda n: {"head": ramp(n, 3), "b": ramp(2)}, lambda n: [ramp(n, 3), ramp(7, 2)]])
+def test_a_padded_vector_is_not_opened_as_another_one(make, tmp_path):
+    """Of 10 classes or of 11 it is as long."""
+    path, runs = tmp_path / "run.safetensors", []
+    for classes in (10, 11):
+        layout = tp.layout(make(classes))
+        form = vector_of(layout, pad_to=128)
+        rule = Rule(optax.adam(0.1), None, lambda _, form=form: form)
+        vector, restructure = tp.ravel(make(classes), pad_to=128)
+        runs.append(({"vector": vector, "back": restructure}, {"vector": vector, "state": _fresh(rule, layout, 1)}))
+    for ours, theirs in zip(*runs, strict=True):
+        saving.save(path, ours)
+        assert_same(jax.tree.leaves(saving.load(path, ours)), jax.tree.leaves(ours))
+        with pytest.raises(ValueError, match=r"of shape \(11, 3\) in the tree, .*of shape \(10, 3\) in the file"):
+            saving.load(path, theirs)
+
+
+def test_a_vector_of_the_same_parameters_in_another_order_is_not_opened(tmp_path):
+    path = tmp_path / "run.safetensors"
+    one, other = (dataclasses.make_dataclass("Model", names) for names in (["a", "b"], ["b", "a"]))
+    for cls in (one, other):
+        jax.tree_util.register_dataclass(cls, [field.name for field in dataclasses.fields(cls)], [])
+    runs = [dict(zip(("vector", "back"), tp.ravel(cls(a=ramp(2), b=ramp(2) + 1)), strict=True)) for cls in (one, other)]
+    saving.save(path, runs[0])
+    with pytest.raises(ValueError, match=r"'back' opens, 'b' is \[0:2\] of shape \(2,\) in the tree, \[2:4\] of shape"):
+        saving.load(path, runs[1])

@@ -129,26 +129,18 @@ def test_frozen_without_a_step_in_between_some_wait():
 _LEAVES = [ramp(2, 3), ramp(3), ramp(4, 2)]
 
 
-@pytest.mark.parametrize("rule", [optax.sm3(0.1), _FACTORS, _LBFGS], ids=["sm3", "adafactor", "lbfgs"])
-def test_arrays_of_other_shapes_with_names_dropped_and_cast(rule):
+@pytest.mark.parametrize("rule", [optax.sm3(0.1), _FACTORS], ids=["sm3", "adafactor"])
+def test_arrays_of_other_shapes_dropped_and_cast(rule):
     state = taken(_state(rule, _LEAVES))
-    new = dict(zip("abc", _LEAVES, strict=True))
-    carried = saving.plan(_LEAVES, new, rename={"0": "a", "1": "b", "2": "c"}).state(state, _state(rule, new))
-    assert_same(jax.tree.leaves(carried), jax.tree.leaves(state))
-    if rule is _LBFGS:
-        return
-    for kept in ((0, 2), (1,)):
-        new = [_LEAVES[i] for i in kept]
-        rename = {str(i): str(kept.index(i)) if i in kept else None for i in range(3)}
-        carried = saving.plan(_LEAVES, new, rename=rename).state(state, _state(rule, new))
-        for before, after in zip(state.runs[0][0], carried.runs[0][0], strict=True):
-            assert_same(after, [before[i] for i in kept] if isinstance(before, list) else before)
+    new = [_LEAVES[i] for i in (0, 2)]
+    carried = saving.plan(_LEAVES, new, rename={"1": None, "2": "1"}).state(state, _state(rule, new))
+    for before, after in zip(state.runs[0][0], carried.runs[0][0], strict=True):
+        assert_same(after, [before[i] for i in (0, 2)] if isinstance(before, list) else before)
     # A cast and a product with one leave each element where it is, so what is kept beside it stays, too.
     new = [ramp(2, 3, dtype=jnp.bfloat16), *_LEAVES[1:]]
     plan = saving.plan(_LEAVES, new, transform={"0": lambda x: (x * 1).astype(jnp.bfloat16)})
-    for before, after in zip(
-        *map(jax.tree.leaves, (state.runs, plan.state(state, _state(rule, new)).runs)), strict=True
-    ):
+    carried = plan.state(state, _state(rule, new))
+    for before, after in zip(*map(jax.tree.leaves, (state.runs, carried.runs)), strict=True):
         np.testing.assert_array_equal(before.astype(after.dtype), after)
 
 

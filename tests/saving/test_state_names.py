@@ -22,29 +22,17 @@ def norm():
     return eqx.nn.BatchNorm(3, "batch", mode="ema")
 
 
-class Then(eqx.Module):
-    first: eqx.nn.BatchNorm
-    second: eqx.nn.BatchNorm
+def model_of(*names):
+    """A class with a layer below each name, in this order."""
 
-    def __init__(self):
-        self.first, self.second = norm(), norm()
+    def init(self):
+        for name in names:
+            setattr(self, name, norm())
 
-
-class Swapped(eqx.Module):
-    second: eqx.nn.BatchNorm
-    first: eqx.nn.BatchNorm
-
-    def __init__(self):
-        self.first, self.second = norm(), norm()
+    return type("Layers", (eqx.Module,), {"__annotations__": dict.fromkeys(names, eqx.Module), "__init__": init})
 
 
-class Grown(eqx.Module):
-    first: eqx.nn.BatchNorm
-    inserted: eqx.nn.BatchNorm
-    second: eqx.nn.BatchNorm
-
-    def __init__(self):
-        self.first, self.inserted, self.second = norm(), norm(), norm()
+Then, Swapped, Grown = model_of("first", "second"), model_of("second", "first"), model_of("first", "inserted", "second")
 
 
 def run(cls, first=None, second=None):

@@ -68,7 +68,7 @@ def test_numbers_and_texts_come_back_as_saved(path):
     assert exactly(saving.load(path, 0.5)) == (int, "0x5")
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(value=st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text())
 def test_any_number_and_any_text_in_words(value):
     assert exactly(from_words(json.loads(json.dumps(in_words(value))))) == exactly(value)
