@@ -100,7 +100,7 @@ def test_across_devices(spread):
 
 def test_errors_of_clip(without_type_checks):
     for bad, error, match in (
-        (optax.constant_schedule(1.0), TypeError, "max_norm must be a number; for a schedule write"),
+        (optax.constant_schedule(1.0), TypeError, "max_norm must be a number, got function; for a schedule write"),
         (-1, ValueError, "max_norm must be positive, got -1"),
         (float("nan"), ValueError, "max_norm must be positive, got nan"),
         ("1", TypeError, "max_norm must be a number, got"),

@@ -98,5 +98,3 @@ def test_hyperparameters_are_where_the_users_of_optax_read_them():
     assert rows.init(model).hyperparams["learning_rate"].shape == (1,)
     with pytest.raises(ValueError, match=r"several histories train, each with hyperparameters in state.runs: a; b"):
         _ = optim.set_trainable(rows, rows.update(tp.copy(model), rows.init(model), model)[1], model).hyperparams
-    with pytest.raises(ValueError, match="each row has its own 'learning_rate': put"):
-        optim.adjust(rows.init(model), learning_rate=0.2)

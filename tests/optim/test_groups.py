@@ -136,7 +136,7 @@ def test_report(without_type_checks):
         TypeError, match=r"expected optim.trainable\(...\), .*; put the whole chain into optim.trainable"
     ):
         optim.report(optax.adam(0.1), model)
-    with pytest.raises(TypeError, match="expected the state of this transformation, got dict"):
+    with pytest.raises(TypeError, match="expected a model and the state of tx, got dict and dict: write"):
         optim.report(flat, {"a": jnp.ones(1)}, {})
 
 

@@ -142,7 +142,7 @@ def test_errors(form, without_type_checks):
         (
             {"body": optax.linear_schedule(1, 0, 9)},
             TypeError,
-            r"got a function; .* optim.groups\(\{'body': optax.scale_",
+            r"got function; .* optim.groups\(\{'body': optax.scale_",
         ),
         ({"body": True}, TypeError, "the factor of 'body' must be a real number, got bool"),
         ({"body": 1j}, TypeError, "must be a real number, got complex"),
