@@ -281,9 +281,9 @@ def test_fresh_leaves_have_fresh_hyperparameters_in_their_dtype(form):
 
 FALLS = optax.piecewise_constant_schedule(1.0, {3: 1e-5})
 OF_THE_RUN = {
-    "a schedule": ("tree", optax.adam(FALLS)),
+    "an injected schedule": ("tree", optax.inject_hyperparams(optax.adam)(FALLS)),
     "a plateau": ("stacks", optax.chain(optax.adam(1.0), optax.contrib.reduce_on_plateau(1e-5, 0, cooldown=99))),
-    "in nodes": ("vector", optax.apply_if_finite(optax.inject_hyperparams(optax.adam)(FALLS), 3)),
+    "a node within": ("vector", optax.apply_if_finite(optax.adam(FALLS), 3)),
     "in groups": ("stacks", optim.groups({"b": optax.adam(FALLS)}, optax.sgd(1e-5))),
 }
 
