@@ -78,25 +78,6 @@ def test_another_layer_each_step_of_each_model_of_an_ensemble_is_optax_by_hand()
 PARTS = ("layers.0.w", "layers.1.w", "layers.2.w", "out")
 
 
-def test_any_choice_is_one_trace_and_moves_the_same_bits_as_if_all_moved():
-    traces, net, state = [], _net(), CLIPPED.init(_net())
-
-    @jax.jit
-    def one(net, state, flags):
-        traces.append(1)
-        grads = jax.tree.map(lambda x: 1e-3 * jnp.sin(x), tp.partition(net)[0])  # within the limit of the norm
-        return optim.step(CLIPPED, grads, state, net, active={f"layers.{i}": flags[i] for i in range(3)})
-
-    for flags in np.random.default_rng(0).permutation([[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)]) > 0:
-        after, then = one(net, state, flags)
-        whole, moved = one(net, state, flags | True)
-        for i, flag in enumerate(flags):
-            assert_same(after["layers"][i], (whole if flag else net)["layers"][i])
-            assert_same(_row(then, f"layers.{i}.w"), _row(moved if flag else state, f"layers.{i}.w"))
-        net, state = after, then
-    assert len(traces) == 1
-
-
 def test_what_waits_keeps_its_bits():
     odd, more = jnp.array([-0.0, 0.0, jnp.inf, jnp.nan, 1e-6]), ramp(5)
     low, pairs = (jax.device_put(np.asarray(odd).astype(dtype)) for dtype in (jnp.bfloat16, jnp.complex64))
@@ -256,37 +237,28 @@ def test_a_history_waits_whole_without_rows():
     assert_same(same, state)
 
 
-nothing = {"None": None, "MaskedNode": optax.MaskedNode(), "float0": np.zeros(4, jax.dtypes.float0), "no branch": ...}
-
-
-@pytest.mark.parametrize("name", nothing)
-def test_rows_without_a_gradient_wait_and_have_no_update(name):
+def test_rows_without_a_gradient_wait_and_have_no_update():
     net = _net()
-    every = gradient(net)
-    grads = {key: leaf for key, leaf in (every | {"out": nothing[name]}).items() if leaf is not ...}
-    _, state = update(every, CLIPPED.init(net), net)
+    every, nothing = gradient(net), (None, optax.MaskedNode(), np.zeros(4, jax.dtypes.float0))
+    without = [every | {"out": each} for each in nothing] + [{"layers": every["layers"]}]
+    active = {"layers.0": True, "out": True, "**": False}
 
     @jax.jit
-    def both_ways(state):
-        return CLIPPED.update(grads, state, net), CLIPPED.update(every, state, net, active={"out": False})
+    def in_each(state):
+        ways = [(every, {"out": False}), *[(grads, None) for grads in without], (without[0], active), ({}, None)]
+        return [CLIPPED.update(grads, state, net, active=flags) for grads, flags in ways]
 
-    (updates, after), (flagged, same) = both_ways(state)
-    assert (updates["out"], _row(after, "out")[0]) == (None, 1)
-    assert_same(_row(after, "out"), _row(state, "out"))
-    assert_same((updates["layers"], after), (flagged["layers"], same))
-    assert float(after.runs[0][0].norm) < float(state.runs[0][0].norm)  # the state of the norm goes on
-    if name == "None":
-        stepped = optim.apply_updates(net, updates)
-        assert (stepped["out"] is net["out"], stepped["layers"][0].mean is net["layers"][0].mean) == (True, True)
-        active = {"layers.0": True, "out": True, "**": False}
-        few, none = jax.jit(
-            lambda state: (CLIPPED.update(grads, state, net, active=active), CLIPPED.update({}, state, net))
-        )(state)
-        updates, _ = few
-        assert (updates["out"], _moved(updates)) == (None, {"layers.0.w", "layers.0.b"})
-        updates, unmoved = none
-        assert jax.tree.leaves(updates) == []
-        assert_same(unmoved, state)
+    _, state = update(every, CLIPPED.init(net), net)
+    (flagged, same), *absent, (few, _), (none, unmoved) = in_each(state)
+    for updates, after in absent:
+        assert (updates["out"], _row(after, "out")[0]) == (None, 1)
+        assert_same(_row(after, "out"), _row(state, "out"))
+        assert_same((updates["layers"], after), (flagged["layers"], same))
+        assert float(after.runs[0][0].norm) < float(state.runs[0][0].norm)  # the state of the norm goes on
+    stepped = optim.apply_updates(net, updates)
+    assert (stepped["out"] is net["out"], stepped["layers"][0].mean is net["layers"][0].mean) == (True, True)
+    assert (few["out"], _moved(few), jax.tree.leaves(none)) == (None, {"layers.0.w", "layers.0.b"}, [])
+    assert_same(unmoved, state)
 
 
 FALLING = optax.sgd(optax.linear_schedule(0.1, 0.02, 8), momentum=0.5)

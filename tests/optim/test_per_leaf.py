@@ -283,23 +283,9 @@ def _apart(a, b):
     return 2 * a, b + jnp.sum(b)
 
 
-def _with_jvp(f):
-    made = jax.custom_jvp(f)
-    made.defjvp(lambda primals, tangents: (f(*primals), tangents))
-    return made
-
-
-def _with_vjp(f):
-    made = jax.custom_vjp(f)
-    made.defvjp(lambda a, b: (f(a, b), None), lambda _, cotangents: cotangents)
-    return made
-
-
 WITHIN = {
     "jit": lambda f: lambda a, b, n: jax.jit(f)(a, b),
     "checkpoint": lambda f: lambda a, b, n: jax.checkpoint(f)(a, b),
-    "custom_jvp": lambda f: lambda a, b, n: _with_jvp(f)(a, b),
-    "custom_vjp": lambda f: lambda a, b, n: _with_vjp(f)(a, b),
     "cond": lambda f: lambda a, b, n: jax.lax.cond(n > 0, f, _apart, a, b),
     "scan": lambda f: lambda a, b, n: jax.lax.scan(lambda c, _: (f(*c), None), (a, b), length=3)[0],
     "scan over": lambda f: lambda a, b, n: jax.lax.scan(lambda c, x: (c, f(*x)), n, (a[None], b[None]))[1],
