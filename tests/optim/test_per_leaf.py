@@ -293,12 +293,6 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("name", WITHIN)
-def test_looks_into_programs_within_the_program(name):
-    assert coupling(_of_pairs(WITHIN[name](_apart)), LEAF, {}) == ""
-    assert coupling(_of_pairs(WITHIN[name](_exchanged)), LEAF, {}) == UPDATE
-
-
 def _late(a, b, n):  # in the second round b is what a was in the first
     return jax.lax.scan(lambda c, _: ((c[0], c[1] + c[2], c[0]), None), (a, b, jnp.zeros_like(a)), length=2)[0][:2]
 
@@ -313,13 +307,6 @@ HIDDEN = {
     "in the second round": _late,
     "an operation of which nothing is known": lambda a, b, n: jax.lax.sort([a, b], num_keys=1),
 }
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-def test_finds_what_decides(name):
-    assert coupling(_of_pairs(HIDDEN[name]), LEAF, {}) == UPDATE
-
-
 _times = lambda grads, others: [grad * other for grad, other in zip(grads, others[::-1], strict=True)]
 WAYS = {
     "gradients, a step later": (lambda p: [*map(jnp.zeros_like, p)], lambda grads, last, params: (last, grads[::-1])),
@@ -328,6 +315,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_finds_what_comes_by_way_of(name):
-    assert coupling(optax.with_extra_args_support(optax.GradientTransformation(*WAYS[name])), LEAF, {}) == UPDATE
+HIDDEN |= {name: within(_exchanged) for name, within in WITHIN.items()}
+RULES_OF_PAIRS = {name: _of_pairs(f) for name, f in HIDDEN.items()} | {
+    name: optax.with_extra_args_support(optax.GradientTransformation(*way)) for name, way in WAYS.items()
+}
+
+
+@pytest.mark.parametrize("name", RULES_OF_PAIRS)
+def test_finds_what_couples_wherever_it_is_hidden(name):
+    assert coupling(RULES_OF_PAIRS[name], LEAF, {}) == UPDATE
+    assert name not in WITHIN or coupling(_of_pairs(WITHIN[name](_apart)), LEAF, {}) == ""

@@ -67,7 +67,9 @@ SAME = {name for name, (rule, ours) in RULES.items() if rule is ours}
 TXS = {name: optim.trainable(rule, "!mean") for name, (_, rule) in RULES.items()} | {
     name: STACKS(optim.per_leaf(rule), "!mean") for name, rule in IN_ROWS.items()
 }
-RULES = {name: rule for name, (rule, _) in RULES.items()} | IN_ROWS
+IN_FORMS = {"in a vector": (VECTOR, optax.adam(0.1)), "in stacks": (STACKS, optax.adam(0.2))}
+TXS |= {name: form(rule, "!mean") for name, (form, rule) in IN_FORMS.items()}
+RULES = {name: rule for name, (rule, _) in RULES.items()} | IN_ROWS | {n: rule for n, (_, rule) in IN_FORMS.items()}
 WITH_ADAM = optim.trainable(optax.adam(0.1))
 MEMORY = optax.scale_by_lbfgs(memory_size=2)
 
@@ -131,22 +133,6 @@ def test_the_next_steps_are_those_of_optax_and_the_way_back_is_its_state():
         assert jax.tree.structure(back) == jax.tree.structure(theirs)
         again = optim.from_optax(TXS[name], back, model)
         assert_same(again.runs, state.runs)
-
-
-@pytest.mark.parametrize("form", [VECTOR, STACKS])
-def test_over_a_vector_and_stacks(form):
-    model, rule = whole(), optax.adam(0.1)
-    made = jax.tree.map(lambda leaf: leaf + 1, rule.init(eqx.filter(model, eqx.is_array)))
-    tx = form(rule, ("w", "b"))
-    state = optim.from_optax(tx, made, model)
-    assert jax.tree.structure(state) == jax.tree.structure(tx.init(model))
-    assert int(state.counts[0]) == 1
-    back = optim.to_optax(tx, state, rule.init(eqx.filter(model, eqx.is_array)))
-    for path in ("w", "b"):
-        assert_same(back[0].nu[path], made[0].nu[path])
-    assert_same(back[0].count, made[0].count)
-    assert_same(back[0].mu["mean"], jnp.zeros(3))  # as `init` makes it
-    assert jax.tree.structure(back) == jax.tree.structure(made)
 
 
 def test_the_memory_of_lbfgs_goes_over_as_a_whole_and_a_restored_state_may_be_dictionaries_of_numpy():
