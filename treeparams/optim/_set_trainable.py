@@ -171,7 +171,7 @@ def _of_run(histories: Sequence[History], begun: Sequence[History]) -> dict[Entr
     kept, shared = histories[0].copies.arrays, History.of_run([*histories, *begun])
     found = {entries: kept[entries] for entries in shared if entries in kept}
     for fresh in [each.copies.arrays for each in begun]:
-        found |= {entries: _as_wide(found[entries], fresh[entries]) for entries in found.keys() & fresh.keys()}
+        found |= {entries: _in_width(found[entries], fresh[entries]) for entries in found.keys() & fresh.keys()}
     return found
 
 
@@ -186,11 +186,11 @@ def _of_rows(histories: Sequence[History], fresh: History) -> dict[Entries, Any]
     for entries, owners in fresh.copies.owned():
         if owners is not None and owners.place in known:
             rows, widest = fresh.copies.arrays[entries], max(known[owners.place], key=lambda own: own.dtype.itemsize)
-            found[entries] = jnp.full_like(rows, _as_wide(widest, rows[0]))
+            found[entries] = jnp.full_like(rows, _in_width(widest, rows[0]))
     return found
 
 
-def _as_wide(now: Any, fresh: Any) -> Any:
+def _in_width(now: Any, fresh: Any) -> Any:
     """Returns a value of the run that is as wide as a fresh one; the fresh one if it is still as it was made."""
     # Optax rounds hyperparameters to the dtype of the parameters: 0.999 in bfloat16 is 1.
     if now.dtype == fresh.dtype:

@@ -201,7 +201,7 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
     try:
         if is_ours:
             parts, steps, after = rule_of(tx).step(grads, state, model, extra)
-            return _stepped(parts, steps, after), after
+            return _with_steps(parts, steps, after), after
         updates, after = update(grads, state, model, **extra)
     except Exception:
         check_arguments(tx, grads, state, model)  # plain Optax fails at a model in ways that name no reason
@@ -210,10 +210,10 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
     if len(states) != 1:
         check_arguments(tx, grads, after, model)
     parts = take_apart(model, states[0].layout)
-    return _stepped(parts, per_slot(parts.index, updates, "first", exact_shapes=True), states[0]), after
+    return _with_steps(parts, per_slot(parts.index, updates, "first", exact_shapes=True), states[0]), after
 
 
-def _stepped(parts: Parts[M], steps: Sequence[Any], state: TrainableState | None = None) -> M:
+def _with_steps(parts: Parts[M], steps: Sequence[Any], state: TrainableState | None = None) -> M:
     """Returns the model after a step of each slot; a parameter with a wide copy in the state is that copy, rounded."""
     paths = [slot.path for slot in parts.layout.slots]
     slots = list(map(added, paths, parts.slots, steps))
@@ -268,7 +268,7 @@ def apply_updates(model: M, updates: PyTree) -> M:
     # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
     layout, index = look_up(structure_of(model)[2], None)
     parts = take_apart(model, trained_at(layout, index.distinct))
-    return _stepped(parts, per_slot(parts.index, updates, "first", exact_shapes=True))
+    return _with_steps(parts, per_slot(parts.index, updates, "first", exact_shapes=True))
 
 
 def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.Array, PyTree]]:
