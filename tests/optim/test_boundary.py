@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+from flax import nnx
 
 import treeparams as tp
 from treeparams import optim
@@ -159,6 +160,19 @@ def test_errors_of_update(without_type_checks):
     search, by = optim.trainable(optax.lbfgs()), {"w": jnp.zeros(2, jnp.complex64)}
     with pytest.raises(TypeError, match="make two real parameters of 'w'"):
         search.update(tp.copy(by), search.init(by), by, value=0.0, grad=by, value_fn=lambda model: 0.0)
+
+
+def test_an_optimizer_of_nnx_is_answered_with_the_step_to_write():
+    net = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(net, optim.trainable(optax.sgd(0.1)), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"variables of flax.nnx.*nnx.split\(net, nnx.Param, \.\.\.\).*optim.step"):
+        optimizer.update(net, nnx.grad(lambda net: jnp.sum(net(jnp.ones(2))))(net))
+
+
+def test_the_public_names_are_these():
+    names = "trainable step apply_updates set_trainable adjust report groups scaled master per_leaf clip_by_global_norm"
+    others = "from_optax to_optax value_and_grad_from_state eval_params"
+    assert {name for name in vars(optim) if name[0] != "_"} == {*names.split(), *others.split()}
 
 
 def test_a_rule_that_changes_its_state_is_refused():
