@@ -26,6 +26,7 @@ def either(*arguments, __plain, __checked, **keywords):
 """
 _names: dict[str, Any] = {"__name__": "beartype.switch", "config": jaxtyping.config}
 exec(compile(_EITHER, "<@beartype(treeparams)>", "exec"), _names)
+_making: list[Any] = []
 _checking: list[tuple[Any, Any, Any]] = []  # functions that check their arguments, and what they were before
 
 
@@ -37,7 +38,12 @@ def _switch(function: Any, typechecker: Any) -> Any:
     # At the first call, since it takes a millisecond for each function, and there are thousands. From then on the
     # checks are the function itself: with a call in between, tests of functions that read programs take a tenth longer.
     def checked() -> Any:
-        made or made.append(typechecker(function))
+        if not made:
+            if _making:  # called by the garbage collector while another is made, under the lock of beartype
+                return function
+            _making.append(function)
+            made.append(typechecker(function))
+            _making.pop()
         code, defaults = made[0].__code__, made[0].__kwdefaults__
         for each in replaced if made[0] is not function else ():
             if code.co_flags == each.__code__.co_flags:  # no generator

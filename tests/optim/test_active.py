@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.core import Tracer
 
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import VECTOR, assert_close, assert_same, bits, ramp
-from .test_forms import _loss, _net, clip, rows
+from ..zoo import VECTOR, assert_close, assert_same, bits, filled, ramp
+from .test_forms import Layer, _loss, _net, clip, matrices, rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -36,23 +37,45 @@ def _moved(updates):
     return {path for path, leaf in tp.trainables(updates).items() if np.any(np.asarray(leaf) != 0)}
 
 
-def test_any_choice_is_one_trace_and_moves_the_same_bits_as_if_all_moved():
-    traces, net, state = [], _net(), CLIPPED.init(_net())
+def _in_turns(turns, params, rest):
+    """Plain Optax: each layer has a state of its own, and waits by not being called."""
+    parts = {f"layers.{i}": layer for i, layer in enumerate(params["layers"])} | {"out": params["out"]}
+    states, norm = {name: RULE.init(part) for name, part in parts.items()}, clip(0.5).init(params)
+    for turn in turns:
+        net = tp.combine({"layers": [parts[f"layers.{i}"] for i in range(3)], "out": parts["out"]}, rest)
+        grads = tp.grad(_loss)(net)
+        here, norm = clip(0.5).update({f"layers.{turn}": grads["layers"][turn], "out": grads["out"]}, norm)
+        for name, gradient in here.items():
+            steps, states[name] = RULE.update(gradient, states[name], parts[name])
+            parts[name] = optax.apply_updates(parts[name], steps)
+    return [*parts.values()], norm, [each[0].count for each in states.values()]
 
-    @jax.jit
-    def one(net, state, flags):
-        traces.append(1)
-        grads = jax.tree.map(lambda x: 1e-3 * jnp.sin(x), tp.partition(net)[0])  # within the limit of the norm
-        return optim.step(CLIPPED, grads, state, net, active={f"layers.{i}": flags[i] for i in range(3)})
 
-    for flags in np.random.default_rng(0).permutation([[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)]) > 0:
-        after, then = one(net, state, flags)
-        whole, moved = one(net, state, flags | True)
-        for i, flag in enumerate(flags):
-            assert_same(after["layers"][i], (whole if flag else net)["layers"][i])
-            assert_same(_row(then, f"layers.{i}.w"), _row(moved if flag else state, f"layers.{i}.w"))
-        net, state = after, then
-    assert len(traces) == 1
+def test_another_layer_each_step_of_each_model_of_an_ensemble_is_optax_by_hand():
+    (params, rest), turns = tp.partition(_net()), np.array([[0, 2, 1, 2], [1, 1, 0, 2]])
+    several = jax.tree.map(lambda leaf: jax.device_put(np.stack([leaf, np.asarray(leaf) + 1])), params)
+
+    def one(carry, turn):
+        net = tp.combine(carry[0], rest)
+        grads = tp.grad(_loss)(net)
+        # What must not be looked at where a layer waits.
+        spoilt = lambda i, layer: jax.tree.map(lambda x: jnp.where(turn == i, x, [np.nan, np.inf, 9.0][i]), layer)
+        grads["layers"] = [spoilt(i, layer) for i, layer in enumerate(grads["layers"])]
+        active = {f"layers.{i}": turn == i for i in range(3)}
+        net, state = optim.step(CLIPPED, grads, carry[1], net, active=active)
+        return (tp.partition(net)[0], state), None
+
+    start = lambda params: (params, CLIPPED.init(tp.combine(params, rest)))
+    run = jax.vmap(lambda params, turns: jax.lax.scan(one, start(params), turns)[0])
+    hand = lambda several: [_in_turns(t, jax.tree.map(lambda x, i=i: x[i], several), rest) for i, t in enumerate(turns)]
+    (got, state), want = jax.jit(lambda several: (run(several, turns), hand(several)))(several)
+    for i, by_hand in enumerate(want):
+        (nets, own) = jax.tree.map(lambda leaf, i=i: leaf[i], (got, state))
+        counts = [own.runs[0][1].states[key][0].count[row] for _, key, row in map(PLACE, PARTS)]
+        assert_close(([*nets["layers"], nets["out"]], own.runs[0][0], counts), by_hand, 1e-5)
+
+
+PARTS = ("layers.0.w", "layers.1.w", "layers.2.w", "out")
 
 
 def test_what_waits_keeps_its_bits():
@@ -72,6 +95,27 @@ def test_what_waits_keeps_its_bits():
             for name in ("odd", "low", "c", "tied"):
                 assert bits(after[name]) == bits(model[name])
             assert_close(after["moves"], np.float32(0.85) * more)
+
+
+def test_who_is_named_and_the_first_entry():
+    shared, linear = ramp(4, 4), filled(eqx.nn.Linear, 4, 4)
+    model = {"a": [Layer(shared, ramp(4), ramp(4)), linear], "z": shared, "s": ramp()}
+    tx, everything = optim.trainable(optax.sgd(1.0), form="stacks"), {"a.0.w", "a.0.b", "a.1.weight", "a.1.bias", "s"}
+    cases = (
+        (None, set()),
+        ({("a.0.w", "z"): False}, {"a.0.w"}),
+        ({"**.b*": False}, {"a.0.b", "a.1.bias"}),
+        ({eqx.nn.Linear: False}, {"a.1.weight", "a.1.bias"}),
+        ({lambda model: model["a"][0].w: False}, {"a.0.w"}),
+        ({matrices: False}, {"a.0.w", "a.1.weight"}),
+        ({("a.*", "!a.1"): False}, {"a.0.w", "a.0.b"}),
+        ({"a.0.b": False, "a": True, "**": False}, {"s", "a.0.b"}),
+        ({"**": False}, everything),
+    )
+    grads, state = jax.tree.map(jnp.ones_like, tp.partition(model)[0]), tx.init(model)
+    steps = jax.jit(lambda state: [tx.update(grads, state, model, active=active)[0] for active, _ in cases])
+    for updates, (_, waits) in zip(steps(state), cases, strict=True):
+        assert _moved(updates) - {"z"} == everything - waits
 
 
 def test_errors_of_active(without_type_checks):
@@ -114,6 +158,67 @@ def test_what_holds_state_must_be_kept_by_row_for_rows_to_wait(name):
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
+def test_state_that_is_kept_by_row_waits_wherever_it_stands():
+    """Beside `optim.per_leaf`; in it, where a norm comes after it; the boundary may be in a wrapper of Optax."""
+    net, grads = _net(), tp.partition(_net())[0]
+    tx = optim.trainable(optax.chain(optax.trace(0.9), rows(optax.scale_by_adam()), clip(1.0)), form="stacks")
+    around = optax.MultiSteps(optim.trainable(optax.sgd(1.0), form="stacks"), 1)
+
+    @jax.jit
+    def run():
+        _, state = tx.update(grads, tx.init(net), net)
+        few, after = tx.update(grads, state, net, active={"layers.0": False})
+        stepped = optim.step(around, grads, around.init(grads), grads, active={"out": False})[0]
+        return state, few, after, tx.update(grads, state, net, active={"layers": True})[1], stepped
+
+    state, updates, after, both, stepped = run()
+    for path in state.layout.paths:
+        key, row = state.layout[path].key, state.layout[path].row
+        of_row = lambda state, key=key, row=row: jax.tree.map(
+            lambda leaf: leaf[row], (state.runs[0][0].trace[key], state.runs[0][1].states[key])
+        )
+        assert_same(of_row(after), of_row(state if path.startswith("layers.0") else both))
+    assert "layers.0.w" not in _moved(updates)
+    np.testing.assert_allclose(tp.global_norm(updates), 1.0, 1e-5)  # of those that move alone
+    assert_same(stepped, jax.tree.map(jnp.zeros_like, grads) | {"out": grads["out"]})
+
+
+def test_gradients_among_the_extra_arguments_are_zero_where_rows_wait():
+    net, seen, (_, key, row) = _net(), [], PLACE("out")
+
+    def look(grads, state, params=None, *, grad, grad_fn=lambda _: {}, **_):
+        trees = (grads, grad, grad_fn(params))
+        seen.extend(np.asarray(tree[key][row]) for tree in trees if key in tree and not isinstance(tree[key], Tracer))
+        return grads, state
+
+    tx = optim.trainable(optax.GradientTransformationExtraArgs(lambda params: (), look), form="stacks")
+    state, grads, spoilt = tx.init(net), gradient(net), np.full(4, np.nan, np.float32)
+    for out, active in ((None, {}), (spoilt, {"out": False}), (spoilt, {"out": jnp.array(False)}), (grads["out"], {})):
+        given = grads | {"out": out}
+        tx.update(given, state, net, grad=given, grad_fn=lambda net, given=given: given, active=active)
+    np.testing.assert_array_equal(seen, [*np.zeros((9, 4)), *[grads["out"]] * 3])
+
+
+def test_more_layers_take_no_more_masks_and_a_first_step_that_waits_is_not_warned_of():
+    tx = optim.trainable(rows(optax.sgd(0.1, momentum=0.9)), form="stacks")
+
+    def masks(layers):
+        net = {"layers": [{"w": ramp(2, 2), "b": ramp(2)} for _ in range(layers)]}
+        one = lambda net, state, flags: tx.update(
+            tp.copy(net), state, net, active={f"layers.{i}": flags[i] for i in range(layers)}
+        )
+        text = jax.jit(one).lower(net, tx.init(net), np.ones(layers, bool)).as_text()
+        return text.count("stablehlo.select") + text.count("call @_where")
+
+    assert masks(9) == masks(3) > 0
+    model = {"a": ramp(2)}
+    state = tx.init(model)
+    for flag in (False, jnp.array(False)):
+        assert_same(tx.update(tp.copy(model), state, model, active={"**": flag})[1], state)
+    with pytest.warns(UserWarning, match="no gradient so far for a, which the state trains"):
+        tx.update({}, state, model)
+
+
 def test_a_history_waits_whole_without_rows():
     net, tx = _net(), optim.trainable(optax.adam(0.1), form="stacks")
     grads = tp.partition(net)[0]
@@ -132,50 +237,41 @@ def test_a_history_waits_whole_without_rows():
     assert_same(same, state)
 
 
-nothing = {"None": None, "MaskedNode": optax.MaskedNode(), "float0": np.zeros(4, jax.dtypes.float0), "no branch": ...}
-
-
-@pytest.mark.parametrize("name", nothing)
-def test_rows_without_a_gradient_wait_and_have_no_update(name):
+def test_rows_without_a_gradient_wait_and_have_no_update():
     net = _net()
-    every = gradient(net)
-    grads = {key: leaf for key, leaf in (every | {"out": nothing[name]}).items() if leaf is not ...}
-    _, state = update(every, CLIPPED.init(net), net)
+    every, nothing = gradient(net), (None, optax.MaskedNode(), np.zeros(4, jax.dtypes.float0))
+    without = [every | {"out": each} for each in nothing] + [{"layers": every["layers"]}]
+    active = {"layers.0": True, "out": True, "**": False}
 
     @jax.jit
-    def both_ways(state):
-        return CLIPPED.update(grads, state, net), CLIPPED.update(every, state, net, active={"out": False})
+    def in_each(state):
+        ways = [(every, {"out": False}), *[(grads, None) for grads in without], (without[0], active), ({}, None)]
+        return [CLIPPED.update(grads, state, net, active=flags) for grads, flags in ways]
 
-    (updates, after), (flagged, same) = both_ways(state)
-    assert (updates["out"], _row(after, "out")[0]) == (None, 1)
-    assert_same(_row(after, "out"), _row(state, "out"))
-    assert_same((updates["layers"], after), (flagged["layers"], same))
-    assert float(after.runs[0][0].norm) < float(state.runs[0][0].norm)  # the state of the norm goes on
-    if name == "None":
-        stepped = optim.apply_updates(net, updates)
-        assert (stepped["out"] is net["out"], stepped["layers"][0].mean is net["layers"][0].mean) == (True, True)
-        active = {"layers.0": True, "out": True, "**": False}
-        few, none = jax.jit(
-            lambda state: (CLIPPED.update(grads, state, net, active=active), CLIPPED.update({}, state, net))
-        )(state)
-        updates, _ = few
-        assert (updates["out"], _moved(updates)) == (None, {"layers.0.w", "layers.0.b"})
-        updates, unmoved = none
-        assert jax.tree.leaves(updates) == []
-        assert_same(unmoved, state)
+    _, state = update(every, CLIPPED.init(net), net)
+    (flagged, same), *absent, (few, _), (none, unmoved) = in_each(state)
+    for updates, after in absent:
+        assert (updates["out"], _row(after, "out")[0]) == (None, 1)
+        assert_same(_row(after, "out"), _row(state, "out"))
+        assert_same((updates["layers"], after), (flagged["layers"], same))
+        assert float(after.runs[0][0].norm) < float(state.runs[0][0].norm)  # the state of the norm goes on
+    stepped = optim.apply_updates(net, updates)
+    assert (stepped["out"] is net["out"], stepped["layers"][0].mean is net["layers"][0].mean) == (True, True)
+    assert (few["out"], _moved(few), jax.tree.leaves(none)) == (None, {"layers.0.w", "layers.0.b"}, [])
+    assert_same(unmoved, state)
 
 
 FALLING = optax.sgd(optax.linear_schedule(0.1, 0.02, 8), momentum=0.5)
 AS_ONE = optim.trainable(rows(FALLING), form="stacks")
-some = st.sets(st.sampled_from("abcd"))
+some = st.sets(st.sampled_from("abc"))
 
 
-@hypothesis.settings(deadline=None, max_examples=6, derandomize=True)
-@hypothesis.given(st.lists(st.tuples(some.filter(bool), some, some, st.booleans()), max_size=6))
+@hypothesis.settings(deadline=None, max_examples=5, derandomize=True)
+@hypothesis.given(st.lists(st.tuples(some.filter(bool), some, some, st.booleans()), max_size=5))
 def test_any_sequence_of_choices_and_flags_is_each_leafs_own_run(stages):
     # By hand: momentum and a rate that falls with the count, each leaf by itself.
     with jax.numpy_dtype_promotion("standard"):
-        model = {"a": ramp(2, 3), "b": ramp(3), "c": ramp(2, 3, start=2), "d": ramp(2, 3, start=4)}
+        model = {"a": ramp(2, 3), "b": ramp(3), "c": ramp(2, 3, start=2)}
         want = {name: (np.asarray(leaf), 0.0, 0) for name, leaf in model.items()}
         state = AS_ONE.init(model)
         for trained, waiting, missing, is_traced in stages:

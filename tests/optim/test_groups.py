@@ -69,6 +69,37 @@ def test_equals_optax_partition_wherever_it_stands():
     np.testing.assert_allclose(want["a"], -np.sqrt(0.5), rtol=1e-6)
 
 
+@forms
+def test_labels_are_those_of_the_parameters_and_positions_count_from_the_end(form):
+    class Calls(eqx.Module):
+        w: jax.Array
+        v: jax.Array
+        head: jax.Array = tp.field(tied_to="v", transform=jnp.transpose)
+
+        def __call__(self, x):
+            raise AssertionError("a model of labels that can be called is not called")
+
+    model, one = Calls(jnp.ones(2, jnp.bfloat16), jnp.ones((1, 2)), jnp.ones((2, 1))), optax.sgd(1.0)
+    narrow = tp.leaves(lambda path, leaf: leaf.dtype == jnp.bfloat16)
+    wide = Calls(jnp.ones(2), model.v, None)  # and not those of gradients, which may be wider
+    found = rates(groups({narrow: one}, optax.sgd(100.0), form=form), model, grads=wide)
+    assert (found["w"], found["v"]) == (1, 100)
+    assert rates(groups({("v", "head"): one, "**": optax.sgd(2.0)}, form=form), model)["v"] == 1.0
+    last = groups({"-2": one}, optax.sgd(2.0), "!-1", form)  # positions count from the end where that is frozen
+    last.init([jnp.ones(2), jnp.ones(3), jnp.ones(4)])
+    assert optim.report(last, [jnp.ones(2), jnp.ones(3), jnp.ones(4)]).groups == {"0": "default", "1": "-2"}
+
+
+def test_none_is_not_zero_in_groups():
+    tx, model = groups({"a": optax.adam(0.1), "**": optax.adam(0.1)}), _model()
+    update = jax.jit(tx.update)
+    _, state = update(tp.partition(model)[0], tx.init(model), model)
+    updates, after = update({"b": {"w": jnp.ones((2, 2))}}, state, model)
+    assert (updates["a"], updates["b"]["v"]) == (None, None)
+    before, after = (each.runs[0].inner_states["**"].inner_state[0] for each in (state, after))
+    assert_same((after.mu["b"]["v"], int(after.count)), (before.mu["b"]["v"], int(before.count) + 1))
+
+
 def _plus_nothing(x):
     return 1.0 * x
 
@@ -111,6 +142,7 @@ def test_errors_of_groups(form, without_type_checks):
         ({("a", "nope"): one}, one, ValueError, "'nope' selects nothing"),
         ({lambda m: m["a"]: one, lambda m: m["b"]: one}, None, ValueError, "two groups have the same name"),
         ({"default": one}, one, ValueError, "two groups have the same name"),
+        ({("**", "!bb"): one}, one, ValueError, r"'bb' selects nothing; nearest: 'b'"),
     ):
         for use in (lambda tx: tx.init(_model()), lambda tx: optim.report(tx, _model())):
             with pytest.raises(error, match=match):
@@ -132,27 +164,45 @@ def test_report(without_type_checks):
     ]
     flat = optim.trainable(sgd(0.1), form="vector")
     assert str(optim.report(flat, {"a": jnp.ones(2)})).splitlines()[1:] == ["a     2      float32  trained"]
-    with pytest.raises(
-        TypeError, match=r"expected optim.trainable\(...\), .*; put the whole chain into optim.trainable"
-    ):
+    with pytest.raises(TypeError, match=r"expected optim.trainable\(...\), .*; put the whole chain into optim.tr"):
         optim.report(optax.adam(0.1), model)
-    with pytest.raises(TypeError, match="expected the state of this transformation, got dict"):
+    with pytest.raises(TypeError, match="expected a model and the state of tx, got dict and dict: write"):
         optim.report(flat, {"a": jnp.ones(1)}, {})
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_adjust_does_not_retrace_and_takes_traced_numbers(dtype):
-    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(9.0), sgd(0.1)))
-    model = {"w": jnp.ones(2, dtype)}
-    step = jax.jit(tx.update)
-    state = tx.init(model)
-    for rate in (0.1, 1, np.float64(0.2), jnp.float32(0.3), jnp.bfloat16(0.3)):
-        _, state = step(model, optim.adjust(state, learning_rate=rate), model)
+def test_adjust_does_not_retrace_takes_traced_numbers_and_may_be_donated(dtype):
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(9.0), optim.groups({"w": sgd(0.1)}, sgd(0.1))))
+    model, step = {"w": jnp.ones(2, dtype), "v": jnp.ones(1, dtype)}, jax.jit(tx.update, donate_argnums=1)
+    single = jnp.float32(0.3)
+    for rate in (0.1, 1, np.float64(0.2), single, single, jnp.bfloat16(0.3)):
+        step(model, optim.adjust(tx.init(model), learning_rate=rate), model)  # one number for two groups, and again
     assert step._cache_size() == 1
-    traced = jax.jit(lambda rate: tx.update(tp.copy(model), optim.adjust(state, learning_rate=rate), model)[0]["w"])
-    np.testing.assert_allclose(traced(0.5).astype(jnp.float32), -0.5)
-    plain = jax.jit(lambda rate: sgd(0.1).update(model, optim.adjust(sgd(0.1).init(model), learning_rate=rate))[0]["w"])
-    np.testing.assert_allclose(plain(0.5).astype(jnp.float32), -0.5)
+    for each, state in ((tx, tx.init(model)), (sgd(0.1), sgd(0.1).init(model))):
+        update = lambda rate, each=each, state=state: each.update(
+            tp.copy(model), optim.adjust(state, learning_rate=rate), model
+        )
+        np.testing.assert_allclose(jax.jit(update)(0.5)[0]["w"].astype(jnp.float32), -0.5)
+
+
+@forms
+def test_adjust_one_group_and_all_what_is_held_and_nested_and_no_parameter_of_that_name(form):
+    tx, model = groups({"a": sgd(0.1), "**": sgd(0.25, momentum=0.0)}, form=form), _model()
+    state = optim.adjust(tx.init(model), "a", learning_rate=1.0)
+    assert rates(tx, model, state) == {"a": 1.0, "b.w": 0.25, "b.v": 0.25}
+    state = optim.adjust(optim.adjust(state, learning_rate=3.0), momentum=0.5)  # only one of them knows it
+    _, state = tx.update(jax.tree.map(np.ones_like, tp.partition(model)[0]), state, model)
+    assert rates(tx, model, state) == {"a": 3.0, "b.w": 4.5, "b.v": 4.5}
+    model = {"hyperparams": {"learning_rate": jnp.ones(1)}, "w": jnp.ones(1)}
+    outer = optax.inject_hyperparams(lambda scale: optax.chain(sgd(0.1, momentum=0.5), optax.scale(scale)))
+    tx = form(outer(1.0), "w")
+    _, state = tx.update(tp.copy(model), tx.init(model), model)
+    waits = optim.adjust(optim.set_trainable(tx, state, model, "hyperparams"), scale=2.0, learning_rate=0.5)
+    rates_of = lambda run: {name: float(value) for name, value in run.hyperparams.items()}
+    assert rates_of(waits) == {"scale": 2.0, "learning_rate": 0.5, "momentum": 0.5}
+    assert [rates_of(run) for run in (*waits.runs, *waits.held)] == [{"scale": 2.0}] * 2
+    both = optim.set_trainable(tx, waits, model)
+    assert rates(tx, model, both) == {"hyperparams.learning_rate": 1.0, "w": 1.5}
 
 
 def test_errors_of_adjust(without_type_checks):

@@ -1,5 +1,9 @@
 """Wide copies of narrow parameters: each parameter is its copy rounded, and the copies train as Optax trains them."""
 
+import dataclasses
+import pickle
+import warnings
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim, saving, sharding
 
-from ..zoo import STACKS, VECTOR, assert_close, assert_same, first_devices, ramp
+from ..zoo import STACKS, VECTOR, assert_close, assert_same, enable_x64, first_devices, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 LOW, HALF = jnp.bfloat16, jnp.float16
@@ -174,6 +178,47 @@ def test_plain_optax_shares_no_buffer_and_leaves_out_what_has_no_gradient():
     assert_same(masked.update(tp.copy(params), masked.init(params), params)[0]["b"], params["b"])
 
 
+def test_dtypes():
+    low, half, tiny = (str(jnp.dtype(each)) for each in (LOW, HALF, jnp.float8_e4m3fn))
+    model = {name: jax.device_put(np.array([1.0, 3.0]).astype(name)) for name in (tiny, low, half)}
+    tx = optim.trainable(optim.master(optax.sgd(0.1)))
+    after, _ = optim.step(tx, jax.tree.map(lambda leaf: jnp.ones(2), model), tx.init(model), model)
+    for name, leaf in after.items():
+        np.testing.assert_array_equal(leaf, np.float32([0.9, 2.9]).astype(name))
+    single = {"w": jnp.ones(1), "z": jnp.ones(1, jnp.complex64)}
+    assert optim.master(optax.sgd(1.0)).init(single | {"n": np.int32(1)}).copies == dict.fromkeys([*single, "n"])
+    with enable_x64():
+        copies = (
+            optim
+            .trainable(optim.master(optax.identity(), jnp.float64))
+            .init(single | {"d": jnp.ones(1)})
+            .runs[0]
+            .copies
+        )
+        assert {name: getattr(copy, "dtype", None) for name, copy in copies.items()} == {
+            "w": "float64",
+            "z": "complex128",
+            "d": None,
+        }
+
+
+def test_functions_are_called_with_what_is_trained():
+    model, seen = {"w": jnp.asarray([1.0, 0.5, 3.0], LOW)}, []
+    loss = lambda model: seen.append(model["w"].dtype) or jnp.sum(model["w"] ** 2)
+
+    def update(updates, state, params, value_fn, grad, grad_fn, note):
+        value, gradient = jax.value_and_grad(value_fn)(params)
+        seen.extend([value.dtype, gradient["w"].dtype, grad["w"].dtype, grad_fn(params)["w"].dtype, params["w"].dtype])
+        return jax.tree.map(lambda each: -0.5 * each, gradient), state
+
+    tx = optim.trainable(optim.master(optax.GradientTransformationExtraArgs(lambda params: (), update)))
+    extra = {"grad": model, "value_fn": loss, "grad_fn": tp.grad(loss), "note": "as it is"}
+    model, _ = optim.step(tx, tp.copy(model), tx.init(model), model, **extra)
+    single = [np.dtype(np.float32)]
+    assert seen in ([LOW, *single * 3, LOW, *single * 2], [LOW, LOW, *single * 5])
+    np.testing.assert_array_equal(model["w"], jnp.zeros(3, LOW))
+
+
 # -- Where a narrow parameter trains without it ------------------------------------------------------------------------
 
 
@@ -221,3 +266,203 @@ def test_what_stands_behind_it_in_a_chain_is_refused(chained):
     with pytest.raises(ValueError, match=r"optim.master must be last in a chain.* optim.master\(optax.chain\("):
         optim.trainable(chained).init(model)
     optim.trainable(optax.chain(optax.clip(1.0), optim.master(optax.chain(optax.adam(0.1))))).init(model)
+
+
+# -- Narrow parameters that steps leave as they were: counted in the state, and named from there -----------------------
+
+SLOW = optax.adam(1e-4)  # below half the spacing at 1
+FORMS = {
+    "tree": optim.trainable,
+    "vector": VECTOR,
+    "stacks": lambda tx: optim.trainable(optim.per_leaf(tx), form="stacks"),
+}
+
+
+def _narrow():
+    """Of these, `k` and `q` are stuck at small steps, `near zero` moves, and `wide` is float32."""
+    ones = jnp.ones(3, LOW)
+    return {"k": ones, "near zero": 1e-4 * ones, "q": jnp.ones((2, 2), HALF) * 4, "wide": jnp.ones(3)}
+
+
+def _stepped(tx):
+    return lambda model, state: optim.step(tx, jax.tree.map(jnp.ones_like, model), state, model)
+
+
+def _scanned(tx):
+    return lambda *pair: jax.lax.scan(lambda pair, _: (_stepped(tx)(*pair), None), pair, length=10)[0]
+
+
+def _applied(tx):
+    def step(model, state):
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, model), state, model)
+        return eqx.apply_updates(model, updates), state
+
+    return jax.jit(step)
+
+
+# How it trains, and how many calls are ten steps.
+WAYS = {
+    "eager": (_stepped, 10),
+    "jit": (lambda tx: jax.jit(_stepped(tx)), 10),
+    "tp.jit": (lambda tx: tp.jit(_stepped(tx)), 10),
+    "scan": (_scanned, 1),
+    "donated": (lambda tx: jax.jit(_stepped(tx), donate_argnums=(0, 1)), 10),
+    "eqx.apply_updates": (_applied, 10),
+}
+
+
+BOTH = [
+    ("tree", "eager"),
+    ("vector", "donated"),
+    ("stacks", "scan"),
+    ("tree", "eqx.apply_updates"),
+    ("vector", "tp.jit"),
+]
+
+
+def _run(tx, model, steps, way="jit", state=None):
+    make, calls = WAYS[way]
+    call, state = make(tx), tx.init(model) if state is None else state
+    for _ in range(steps * calls // 10):
+        model, state = call(model, state)
+    return model, state
+
+
+def _warnings_of(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    assert all(each.filename == __file__ for each in caught)
+    return result, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(("form", "way"), BOTH)
+def test_counts_in_any_form_wherever_it_trains(form, way):
+    tx, before = FORMS[form](SLOW), _narrow()
+    (model, state), said = _warnings_of(lambda: _run(tx, tp.copy(before), 40, way))
+    assert_same((model["k"], model["q"]), (before["k"], before["q"]))
+    assert model["near zero"][0] != before["near zero"][0]
+    words = "2 of 4 leaves stuck for 40 steps: k, q (bfloat16, float16)"
+    assert state.stuck == words
+    assert f"stuck    {words}" in str(tp.summary({"state": state}))
+    assert str(optim.report(tx, model, state)).splitlines()[-1] == words
+    assert words in optim.report(tx, model, state)._repr_html_()
+    if way == "eager":  # once, a few steps in; then it is known
+        assert [each.partition(" A step")[0] for each in said] == [words.replace("40", "4") + "."]
+        assert "optim.trainable(optim.master(tx)), or make the parameters float32" in said[0]
+    else:
+        assert not said
+
+
+# The rule, and the steps of 40 that are not zero.
+SPARSE = {
+    "MultiSteps": (lambda: optax.MultiSteps(SLOW, 4), 10),
+    "warm-up from 0": (lambda: optax.adam(lambda count: jnp.where(count < 10, 0.0, 1e-4)), 30),
+}
+
+
+@pytest.mark.parametrize(("rule", "way"), [("MultiSteps", "jit"), ("warm-up from 0", "eager")])
+def test_counts_the_steps_that_are_not_zero(rule, way):
+    make, count = SPARSE[rule]
+    (_, state), said = _warnings_of(lambda: _run(optim.trainable(make()), {"k": jnp.ones(3, LOW)}, 40, way))
+    assert state.stuck == f"1 of 1 leaves stuck for {count} steps: k (bfloat16)"
+    assert len(said) == (way == "eager")
+
+
+def test_says_nothing_where_parameters_move_or_steps_are_zero():
+    def quiet(tx, model, steps=20):
+        (model, state), said = _warnings_of(lambda: _run(tx, model, steps))
+        assert (state.stuck, said) == ("", [])
+        assert not _warnings_of(lambda: optim.set_trainable(tx, state, model, "**"))[1]
+        return state
+
+    nan = {"k": jnp.full(3, jnp.nan, LOW), "none": jnp.ones((0, 2), LOW)}
+    for tx, model in ((optax.sgd(1e-1), _narrow()), (optax.sgd(0.0), _narrow()), (SLOW, nan)):
+        assert int(quiet(optim.trainable(tx), model).still.max()) == 0
+    quiet(optim.trainable(SLOW), _narrow(), 2)
+    for rate in (1e-1, 1e-4, 1e-1, 1e-4):  # of each run, and not of one that moves
+        (_, state), said = _warnings_of(lambda rate=rate: _run(optim.trainable(optax.sgd(rate)), _narrow(), 8, "eager"))
+        assert (bool(state.stuck), len(said)) == (rate == 1e-4,) * 2
+    for tx, model in ((SLOW, {"a": jnp.ones(2), "n": 3}), (optim.master(SLOW), _narrow())):
+        assert quiet(optim.trainable(tx), model).still == ()  # such states are as without a count
+    assert quiet(optim.trainable(SLOW, "wide"), _narrow()).still == ()
+    mixed = optim.trainable(optim.groups({"[kq]": optim.master(SLOW)}, default=SLOW))
+    assert len(quiet(mixed, _narrow()).still) == 3
+
+
+def test_the_next_touch_outside_of_a_trace_says_so_once():
+    tx = optim.trainable(optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-4))
+    model, state = _run(tx, _narrow(), 5)
+    words = r"^2 of 4 leaves stuck for 5 steps: k, q \(bfloat16, float16\)\. A step below half the spacing "
+    touches = (
+        lambda: _stepped(tx)(model, state)[1],
+        lambda: optim.adjust({"state": state}, learning_rate=1e-4)["state"],
+        lambda: optim.set_trainable(tx, state, model, "!wide"),
+    )
+    for touch in touches:
+        with pytest.warns(UserWarning, match=words) as caught:
+            after = touch()
+        assert caught[0].filename == __file__
+        model_then, then = _run(tx, model, 5, state=after)  # that it was said is in the state, through jit too
+        assert " 10 " in then.stuck or " 11 " in then.stuck
+        assert not _warnings_of(lambda then=then: optim.adjust(then, learning_rate=1e-1))[1]
+        model_then, moved = _run(tx, model_then, 1, state=optim.adjust(then, learning_rate=1e-1))
+        assert (moved.stuck, moved.still.min()) == ("", 0)
+        again = _run(tx, model_then, 4, state=optim.adjust(moved, learning_rate=1e-9))[1]
+        with pytest.warns(UserWarning, match="stuck for 4 steps"):
+            optim.adjust(again, learning_rate=1e-4)
+
+
+def test_a_count_belongs_to_its_parameter_through_freezing_and_resets():
+    tx = optim.trainable(SLOW)
+    model, state = _run(tx, _narrow(), 2)
+    assert list(state.still) == [2, 0, 2]
+    without = optim.set_trainable(tx, state, model, "!k")
+    model, without = _run(tx, model, 2, state=without)
+    assert without.stuck == "1 of 3 leaves stuck for 4 steps: q (float16)"
+    with pytest.warns(UserWarning, match="1 of 3 leaves stuck for 4 steps: q"):
+        both = optim.set_trainable(tx, without, model)
+    model, both = _run(tx, model, 1, state=both)
+    assert both.stuck == "2 of 4 leaves stuck for 3 to 5 steps: k, q (bfloat16, float16)"
+    with pytest.warns(UserWarning, match="1 of 4 leaves stuck for 3 steps: k"):
+        anew = optim.set_trainable(tx, both, model, reset="q")
+    assert anew.stuck == "1 of 4 leaves stuck for 3 steps: k (bfloat16)"
+    assert optim.set_trainable(tx, state, model, "wide", reset=["**", "!wide"]).still == ()
+    assert list(optim.set_trainable(tx, state, model, reset=True).still) == [0, 0, 0]
+    begins = optim.trainable(SLOW, "wide")
+    thawed = optim.set_trainable(begins, begins.init(model), model, "**")
+    assert _run(begins, model, 3, state=thawed)[1].stuck.startswith("2 of 4 leaves stuck for 3 steps")
+
+
+def test_rows_that_wait_and_missing_gradients_are_no_steps_and_an_ensemble_counts_for_each_member():
+    tx, model = optim.trainable(optim.per_leaf(SLOW), form="stacks"), {"a": jnp.ones(2, LOW), "b": jnp.ones(2, LOW)}
+    update = jax.jit(lambda state, flag: tx.update(tp.copy(model), state, model, active={"a": flag})[1])
+    state = tx.init(model)
+    for flag in (True, False, False, True):
+        state = update(state, jnp.asarray(flag))
+    assert list(state.still) == [2, 4]
+    tree = optim.trainable(SLOW)
+    assert list(tree.update({"b": model["b"]}, tree.init(model), model)[1].still) == [0, 1]
+    tx, models = optim.trainable(optax.sgd(1e-4)), {"k": jnp.stack([jnp.ones(2, LOW), jnp.zeros(2, LOW)])}
+    states, step = jax.vmap(tx.init)(models), jax.jit(jax.vmap(_stepped(tx)))
+    for _ in range(4):
+        models, states = step(models, states)
+    assert [list(each) for each in states.still] == [[4], [0]]
+    assert states.stuck == "1 of 1 leaves stuck for 4 steps: k (bfloat16)"
+
+
+def test_the_count_is_saved_and_files_without_it_load_with_zeros(tmp_path):
+    tx = optim.trainable(SLOW)
+    model, state = _run(tx, _narrow(), 5)
+    fresh = {"state": tx.init(model)}
+    for like in (fresh, jax.eval_shape(lambda: fresh), jax.tree.map(np.asarray, fresh)):
+        saving.save(tmp_path / "run", {"state": state})
+        assert saving.load(tmp_path / "run", like)["state"].stuck == state.stuck
+        saving.save(tmp_path / "before", {"state": dataclasses.replace(state, still=())})
+        loaded = saving.load(tmp_path / "before", like)["state"]
+        assert_same(loaded.still, np.zeros(3, np.int32))
+        assert_same(loaded.runs, state.runs)
+    carried = saving.plan(model, model).state(state, like=fresh["state"])
+    assert_same((carried.runs, carried.still), (state.runs, jnp.zeros(3, jnp.int32)))
+    assert pickle.loads(pickle.dumps(state)).stuck == state.stuck
+    assert jax.eval_shape(lambda: state).stuck == ""

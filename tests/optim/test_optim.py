@@ -56,49 +56,38 @@ def two():
 EAGERLY = ("complex", "bf16 with f32", "functions and static fields", "transposed tie", "numpy leaves")
 
 
-@pytest.mark.parametrize("name", EAGERLY)
-def test_equals_optax_on_the_canonical_tree_in_each_form_and_eagerly(name):
-    specimen = trained[name]
-    model = specimen.make()
-    layout = specimen.layout(model)
-    params, rest = tp.partition(model, layout)
-    known = layout if specimen.options else None
-    txs = [made(form, CLIPPED, known) for form in (optim.trainable, VECTOR)] + [made(STACKS, BY_ROW, known)]
+def test_equals_optax_over_every_model_in_each_form_and_eagerly():
+    models = {name: (each, each.make()) for name, each in trained.items()}
+    parts = {name: tp.partition(model, each.layout(model)) for name, (each, model) in models.items()}
+    rules = ((optim.trainable, CLIPPED), (VECTOR, CLIPPED), (STACKS, BY_ROW))
+    half = lambda tree: jax.tree.map(lambda leaf: (0.5 * leaf).astype(leaf.dtype), tree)
 
-    def assert_kept(kept):
-        kept = zip(jax.tree.leaves(rest), jax.tree.leaves(kept), strict=True)
-        assert all(new is old for old, new in kept)  # what is frozen: the very same objects
+    def by_us(form, rule, params, rest):
+        tx, model = form(rule, rest.layout), tp.combine(params, rest)
+        state = tx.init(model)
+        for _ in range(2):
+            model, state = optim.step(tx, half(params), state, model)
+        after, kept = tp.partition(model, rest.layout)
+        assert all(new is old for new, old in zip(jax.tree.leaves(kept), jax.tree.leaves(rest), strict=True))
+        return after, jax.tree.leaves(state.runs)
 
-    def by_us(tx, carry, _):
-        current = tp.combine(carry[0], rest)
-        grads = tp.grad(zoo.loss, layout)(current)
-        current, state = optim.step(tx, grads, carry[1], current)
-        after, kept = tp.partition(current, layout)
-        assert_kept(kept)
-        return (after, state), grads
+    def by_hand(params):
+        grads = jax.tree.map(lambda x: jnp.conj(x) if jnp.iscomplexobj(x) else x, half(params))
+        after, state = params, CLIPPED.init(params)
+        for _ in range(2):
+            updates, state = CLIPPED.update(grads, state, after)
+            after = optax.apply_updates(after, updates)
+        return after, jax.tree.leaves(state)
 
-    def by_hand(carry, _):
-        grads = tp.grad(zoo.loss, layout)(tp.combine(carry[0], rest))
-        grads = jax.tree.map(lambda x: jnp.conj(x) if jnp.iscomplexobj(x) else x, grads)
-        updates, state = CLIPPED.update(grads, carry[1], carry[0])
-        return (optax.apply_updates(carry[0], updates), state), None
+    def all_ways(every):
+        return {n: [by_hand(x), *[by_us(*each, x, parts[n][1]) for each in rules]] for n, x in every.items()}
 
-    @jax.jit
-    def run(params):
-        starts = [(functools.partial(by_us, tx), (params, tx.init(model))) for tx in txs]
-        starts.append((by_hand, (params, CLIPPED.init(params))))
-        ends, (grads, *_) = zip(*(jax.lax.scan(step, start, length=2) for step, start in starts), strict=True)
-        return ends, grads
-
-    ((ours, state), (flat, _), (stacked, _), (plain, of_plain)), grads = run(params)
-    assert_near((ours, jax.tree.leaves(state.runs), flat, stacked), (plain, jax.tree.leaves(of_plain), plain, plain))
-    eager, state = model, txs[0].init(model)
-    for i in range(2):
-        now = jax.tree.map(lambda x, i=i: jax.device_put(np.asarray(x)[i]), grads)
-        eager, state = optim.step(txs[0], now, state, eager)
-    after, kept = tp.partition(eager, layout)
-    assert_near(after, ours)
-    assert_kept(kept)
+    for name, (want, tree, vector, stacks) in jax.jit(all_ways)({
+        n: params for n, (params, _) in parts.items()
+    }).items():
+        assert_near((tree, vector[0], stacks[0]), (want, want[0], want[0]))
+        if name in EAGERLY:
+            assert_near(by_us(*rules[0], *parts[name]), want)
 
 
 @forms
@@ -119,7 +108,13 @@ def test_over_an_ensemble_by_vmap(form):
 
 WRAPPERS = {  # of a transformation and of its maker from a rate
     "inject_hyperparams": lambda tx, make: optax.inject_hyperparams(make)(optax.linear_schedule(0.1, 0.01, 5)),
-    "masked": lambda tx, make: optax.masked(tx, lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    "masked": lambda tx, make: optax.masked(
+        optax.partition(
+            {"a": optax.sgd(0.2), "b": tx}, lambda params: jax.tree.map(lambda x: "ab"[x.ndim > 1], params)
+        ),
+        lambda params: jax.tree.map(lambda x: x.ndim > 0, params),
+    ),
+    "steps if finite": lambda tx, make: optax.apply_if_finite(optax.MultiSteps(tx, 2).gradient_transformation(), 3),
     "line search": lambda tx, make: optax.chain(tx, optax.scale_by_backtracking_linesearch(10)),
 }
 
@@ -158,6 +153,42 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
     if name == "masked":
         with pytest.raises(ValueError, match=r"a mask, or optax\.partition, is around a transformation"):
             around(optim.trainable).init(params)
+
+
+def test_lbfgs_with_its_line_search_and_further_arguments_of_the_loss():
+    loss = lambda model, x: jnp.sum((model["w"] * x - 1) ** 2)
+    model, tx, x = {"w": jnp.zeros(2)}, optim.trainable(optax.lbfgs()), jnp.array([1.0, 2.0])
+
+    def step(_, carry):
+        value, grads = optax.value_and_grad_from_state(loss)(carry[0], x, state=carry[1])
+        return optim.step(tx, grads, carry[1], carry[0], value=value, grad=grads, value_fn=loss, x=x)
+
+    run = jax.jit(lambda model, state: jax.lax.fori_loop(0, 10, step, (model, state))[0])
+    np.testing.assert_allclose(run(model, tx.init(model))["w"], [1.0, 0.5], rtol=1e-3)
+
+
+three, five, seven = (np.full(2, x, np.float32) for x in (3.0, 5.0, 7.0))
+
+
+@forms
+def test_a_tie_stays_one_array_and_gets_the_sum_and_a_run_is_plain_optax(form):
+    t, copy, other = (jnp.array([1.0, 2.0]) for _ in range(3))
+    model, tx = {"t": [t, (t,)], "copy": [copy, other]}, made(form, BY_LEAF if form is STACKS else MOMENTUM)
+    cases = [(three, 10 + seven), (three, None), (None, five + 2)]
+    grads = [{"t": [first, (second,)], "copy": [None, five]} for first, second in cases]
+    state = tx.init(model)
+    by_jit = jax.jit(lambda grads, *args: [optim.step(tx, each, *args)[0] for each in grads])(grads, state, model)
+    for each, tie, traced in zip(grads, ([-1.0, 0.0], [0.7, 1.7], [0.3, 1.3]), by_jit, strict=True):
+        after, _ = optim.step(tx, each, state, model)
+        assert after["t"][0] is after["t"][1][0]
+        np.testing.assert_allclose(after["t"][0], tie, atol=1e-6)
+        np.testing.assert_allclose(after["copy"][1], [0.5, 1.5], rtol=1e-6)
+        assert_same(traced, after, identity=False)  # knows the tie from the state
+    rule = optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1))
+    state = form(rule).init(model)
+    sevens = optax.tree_utils.tree_map_params(rule, lambda x: np.full_like(x, 7), state.runs[0])
+    assert all((leaf == 7).all() for leaf in jax.tree.leaves((sevens[1][0].mu, sevens[1][0].nu)))
+    assert int(optax.tree_utils.tree_get(state, "clipped")) == 0
 
 
 @pytest.mark.parametrize(("name", "form"), [("transposed tie", STACKS), ("declared", optim.trainable)])
@@ -235,6 +266,32 @@ def test_none_is_not_zero(missing):
     updates, unmoved = tx.update({"a": None, "b": missing}, after, model)
     assert jax.tree.leaves(updates) == []
     assert_same(unmoved, after)
+
+
+def test_a_missing_branch_is_as_if_the_leaf_were_not_there():
+    both, rules = {"a": jnp.array([[3.0, 4.0], [1.0, 2.0]]), "b": jnp.ones(1)}, (optax.adafactor(0.1), CLIPPED)
+    alone, txs = {"a": both["a"]}, list(map(optim.trainable, rules))
+
+    def run(tx, model):  # a norm runs over what has a gradient
+        state = tx.init(model)
+        return [(step := tx.update(tp.copy(alone), state, model), state := step[1])[0][0]["a"] for _ in range(2)]
+
+    assert_close(*jax.jit(lambda: [[run(tx, model) for tx in txs] for model in (both, alone)])(), 1e-6)
+
+
+@forms
+def test_gradients_wider_than_their_leaf_keep_single_precision_up_to_the_rule(form):
+    seen = []
+    look = optax.stateless(lambda grads, params: seen.append(jax.tree.leaves(grads)[0].dtype) or grads)
+    tx = form(optax.chain(look, optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    grads = {"w": np.full(2, 1e5, np.float32)}  # no number of half precision
+    for dtype in ("float16", "bfloat16", "float64"):  # of NumPy; without x64 single precision
+        model = {"w": np.ones(2, dtype)}
+        after = jax.jit(lambda model=model: optim.step(tx, grads, tx.init(model), model)[0])()
+        np.testing.assert_allclose(np.asarray(after["w"], np.float32), 1 - np.sqrt(0.5), rtol=1e-2)
+        assert seen[-1] == jnp.float32
+        jax.eval_shape(lambda model: tx.update(tp.copy(model), tx.init(model), model), model)
+        assert seen[-1] == after["w"].dtype == jax.dtypes.canonicalize_dtype(dtype)
 
 
 def test_functions_among_the_extra_arguments_are_called_with_models():

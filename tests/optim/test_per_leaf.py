@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import optim
+from treeparams.optim._per_leaf import coupling
 
 from ..zoo import VECTOR, assert_close, assert_same, first_devices, ramp
 
@@ -44,7 +45,9 @@ def _run(tx, params, steps=3):
     return jax.lax.scan(step, (params, tx.init(params)), length=steps)[1]
 
 
-_labels = lambda params: jax.tree.map(lambda x: "vector" if x.ndim < 2 else "matrix", params)
+_by_rank = lambda params: jax.tree.map(lambda x: x.ndim, params)
+_matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+_of_rank = {0: optax.adamw(0.1, weight_decay=0.5, mask=_matrices), 1: optax.sm3(0.1), 2: optax.lars(0.1)}
 RULES = {
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
     "schedule_free": optax.contrib.schedule_free_adamw(0.1, warmup_steps=2),
@@ -52,7 +55,7 @@ RULES = {
     "by block": optax.chain(
         optax.centralize(), optax.adaptive_grad_clip(0.1), optax.sgd(0.1), optax.clip_by_block_rms(0.01)
     ),
-    "labels by rank": optax.partition({"vector": optax.sgd(0.1), "matrix": optax.novograd(0.1)}, _labels),
+    "labels by rank": optax.partition(_of_rank, _by_rank),
     "inject_hyperparams": optax.inject_hyperparams(optax.lamb)(optax.linear_schedule(0.1, 0.01, 3)),
     "reduce_on_plateau": optax.chain(optax.novograd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)),
 }
@@ -74,13 +77,10 @@ def test_equals_optax_over_the_leaves(name):
 _mask = {key: len(shape) > 2 for key, shape in SHAPES.items()}
 REFUSED = {
     "a model": (lambda: optim.trainable(optax.sgd(0.1)), "use one transformation over models, outermost"),
-    "a model within": (
-        lambda: optax.chain(optim.trainable(optax.sgd(0.1), form="vector")),
-        "use one transformation over models",
-    ),
+    "a model within": (lambda: optax.chain(optim.trainable(optax.sgd(0.1), form="vector")), "use one transformation"),
     "groups": (
         lambda: optim.groups({"**": optax.sgd(0.1)}),
-        r"optim.groups selects by path.*write optim.groups\({'layers.0': opt",
+        r"groups selects by path.*write optim.groups\({'layers.0'",
     ),
     "a mask": (lambda: optax.adamw(0.1, mask=_mask), r"init fails there \(.*mask=lambda params: jax.tree.map\("),
     "labels": (
@@ -109,6 +109,8 @@ def test_refuses_wrong_arguments():
         tx.update(_stacks(), (), _stacks())
     with pytest.raises(ValueError, match=r"Dict key mismatch"):
         tx.update({"a": jnp.ones(2)}, tx.init(_stacks()))
+    with pytest.raises(ValueError, match=r"leading axis for rows, as of tp.stack, and got float32\[\]"):
+        tx.init({"b": ramp()})
 
 
 def test_extra_arguments_go_to_every_row_and_may_be_needed_to_tell():
@@ -131,13 +133,45 @@ def _hot(grads, state, params=None, *, heat):
     return jax.tree.map(lambda g: g * total, grads), state
 
 
+def test_a_rule_is_looked_at_once_even_if_it_is_made_anew_for_each_update():
+    calls = []
+    rule = optax.GradientTransformation(lambda params: (), lambda grads, *_: calls.append(1) or (grads, ()))
+    tx, model = optim.per_leaf(rule), {"a": ramp(2), "b": ramp(2)}
+    state = tx.init(_stacks())
+    tx.init(_stacks("float32[]"))
+    tx.update(_stacks(), state)
+    assert len(calls) == 1 + len(SHAPES)
+    tx.init(_stacks() | {"matrix": ramp(20, 20)})  # larger than what it was tried with
+    assert len(calls) == 2 + len(SHAPES)
+    made = optax.inject_hyperparams(lambda rate: optim.per_leaf(optax.chain(rule, optax.scale(rate))))(0.1)
+    state = made.init(model)
+    calls.clear()
+    made.update(model, state, model)
+    assert len(calls) == len(model)
+
+
 # -- What is a stack, and what is not there ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [optim.trainable, VECTOR])
-def test_forms_without_rows_refuse_it(form):
-    with pytest.raises(ValueError, match=r"optim.per_leaf is for rows of stacks: write"):
-        form(optax.chain(optax.clip(1.0), optim.per_leaf(optax.sgd(0.1)))).init({"a": ramp(2, 3)})
+def test_the_leading_axis_is_that_of_rows_wherever_the_array_stands_and_forms_without_rows_refuse_it():
+    tree = {"stacks": {"float32[2,3]": ramp(4, 2, 3)}, "nested": [ramp(3, 2, dtype=jnp.bfloat16)], "other": ramp(5)}
+    tx = optim.per_leaf(optax.scale_by_schedule(lambda count: 1.0))
+    shapes, count = jax.tree.map(jnp.shape, tx.init(tree).states), optax.ScaleByScheduleState
+    assert shapes == {"stacks": {"float32[2,3]": count((4,))}, "nested": [count((3,))], "other": count((5,))}
+    for form in (optim.trainable, VECTOR):
+        with pytest.raises(ValueError, match=r"optim.per_leaf is for rows of stacks: write"):
+            form(optax.chain(optax.clip(1.0), optim.per_leaf(optax.sgd(0.1)))).init({"a": ramp(2, 3)})
+
+
+def test_rows_in_turns_and_what_a_stack_costs():
+    stacks, rule, muon = _stacks(), optax.chain(optax.clip_by_block_rms(0.1), optax.trace(0.9)), optax.contrib.muon(0.1)
+    txs = [optim.per_leaf(rule), *(optim.per_leaf(rule, at_once=at_once) for at_once in (1, np.int64(2), 9))]
+    want, *others = jax.jit(lambda stacks: [tx.update(stacks, tx.init(stacks)) for tx in txs])(stacks)
+    for got in others:
+        assert_close(got, want, 1e-6)
+    stack = {"float32[16,16]": ramp(20, 16, 16)}
+    count = lambda tx, params: jax.jit(tx.update).lower(params, tx.init(params), params).cost_analysis()["flops"]
+    assert 1e5 < count(optim.per_leaf(muon), stack) <= 1.01 * count(muon, _leaves(stack))
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
@@ -176,4 +210,118 @@ def test_the_state_of_rows_lies_where_they_do(kind):
     assert_close((updates, after), jax.jit(lambda whole: tx.update(tp.copy(whole), tx.init(whole), whole))(whole), 1e-6)
 
 
-# -- Within optim.trainable --------------------------------------------------------------------------------------------
+# -- Hyperparameters of rows -------------------------------------------------------------------------------------------
+
+
+def test_a_hyperparameter_inside_is_one_for_all_rows_and_for_those_that_begin():
+    model = {"a": ramp(2), "b": ramp(3), "c": [ramp(2) + i for i in range(4)], "low": ramp(2, dtype=jnp.bfloat16)}
+    rule = optax.chain(optax.inject_hyperparams(optax.adam)(0.1), optax.inject_hyperparams(optax.scale)(3.0))
+    tx, plain = optim.trainable(optim.per_leaf(rule), ("a", "low"), form="stacks"), optim.trainable(rule, "c")
+    update, adjust = jax.jit(tx.update), jax.jit(lambda state, rate: optim.adjust(state, learning_rate=rate))
+    _, begun = update(model, adjust(tx.init(model), 0.25), model)
+    state = optim.set_trainable(tx, begun, model, "**")
+    assert len(state.runs) == 2
+    want, _ = plain.update(tp.copy(model), optim.adjust(plain.init(model), learning_rate=0.25), model)
+    updates, after = update(model, state, model, active={"b": jnp.array(False)})  # waits, by its row
+    assert_close((updates["c"], tp.global_norm(updates["b"])), (want["c"], jnp.zeros(())), 1e-6)
+    found = {k: v[0].hyperparams for run in state.runs for k, v in run.states.items()}
+    assert_same(found["float32[3]"]["b2"], np.full(1, 0.999, np.float32))  # as made, and not as of bfloat16, 1
+    anew = optim.set_trainable(tx, optim.adjust(after, step_size=2.0), model, reset="c")
+    assert [float(x) for run in anew.runs for v in run.states.values() for x in v[1].hyperparams["step_size"]] == [
+        2.0
+    ] * 7
+    assert_same(optim.set_trainable(tx, state, model, ("a", "low"), reset=True), tx.init(model))  # all begins anew
+    with pytest.raises(ValueError, match=r"expected learning_rate of shape \(\), got shape \(4,\)"):
+        optim.adjust(after, learning_rate=np.ones(4))
+
+
+# -- Whether a rule couples leaves: found in its programs, wherever they hide it ---------------------------------------
+
+LEAF = [jax.ShapeDtypeStruct((5,), jnp.float32)]
+UPDATE, STATE = "the update of one leaf depends on another", "depends on more than one leaf"
+COUPLED = {
+    "clip_by_global_norm": (lambda: optax.clip_by_global_norm(1.0), UPDATE),
+    "ours": (lambda: optim.clip_by_global_norm(1.0), rf"{UPDATE}, and ClipState\.norm {STATE}"),
+    "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), rf"ApplyIfFiniteState\.\w+ {STATE}"),
+    "prodigy": (optax.contrib.prodigy, rf"{UPDATE}, and ProdigyState\.exp_avg\[0\] {STATE}"),
+    "dadapt_adamw": (optax.contrib.dadapt_adamw, rf"{UPDATE}, and DAdaptAdamWState\..* {STATE}"),
+    "mechanize": (lambda: optax.contrib.mechanize(optax.sgd(0.1)), rf"{UPDATE}, and MechanicState\.r {STATE}"),
+    "lbfgs": (optax.lbfgs, rf"{UPDATE}, and state\[0\]\.weights_memory {STATE}"),
+    "polyak_sgd": (optax.polyak_sgd, UPDATE),
+    "normalize_by_update_norm": (optax.normalize_by_update_norm, UPDATE),
+    "flatten": (lambda: optax.flatten(optax.adam(0.1)), rf"{UPDATE}, and state\[0\]\.mu {STATE}"),
+    "of matrices alone": (lambda: optax.masked(optax.clip_by_global_norm(1.0), _matrices), UPDATE),
+    "steps that are skipped": (
+        lambda: optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite),
+        rf"MultiStepsState\.mini_step {STATE}",
+    ),
+    "add_noise": (lambda: optax.add_noise(0.1, 0.1, jax.random.key(0)), "it draws random numbers, which would be the"),
+    "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=7), "it draws random numbers"),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_refuses_what_couples_leaves(name):
+    make, match = COUPLED[name]
+    instead = r"put it around, optax.chain\(optim.clip_by_global_norm\(1.0\), optim.per_leaf\(...\)\)"
+    with pytest.raises(ValueError, match=rf"(?s){match}.*{instead}"):
+        optim.per_leaf(make()).init({"float32[4,3]": jnp.ones((2, 4, 3)), "float32[5]": jnp.ones((3, 5))})
+
+
+def _of_pairs(f):
+    """A rule of `f(a, b, count) -> (a, b)` over two leaves."""
+    update = lambda grads, count, params=None: ([*f(*grads, count)], count + 1)
+    rule = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+    return optax.with_extra_args_support(rule)
+
+
+def _exchanged(a, b):
+    return a * jnp.sum(b), b * jnp.sum(a)
+
+
+def _apart(a, b):
+    return 2 * a, b + jnp.sum(b)
+
+
+WITHIN = {
+    "jit": lambda f: lambda a, b, n: jax.jit(f)(a, b),
+    "checkpoint": lambda f: lambda a, b, n: jax.checkpoint(f)(a, b),
+    "cond": lambda f: lambda a, b, n: jax.lax.cond(n > 0, f, _apart, a, b),
+    "scan": lambda f: lambda a, b, n: jax.lax.scan(lambda c, _: (f(*c), None), (a, b), length=3)[0],
+    "scan over": lambda f: lambda a, b, n: jax.lax.scan(lambda c, x: (c, f(*x)), n, (a[None], b[None]))[1],
+    "while": lambda f: lambda a, b, n: jax.lax.fori_loop(0, n, lambda _, c: f(*c), (a, b)),
+}
+
+
+def _late(a, b, n):  # in the second round b is what a was in the first
+    return jax.lax.scan(lambda c, _: ((c[0], c[1] + c[2], c[0]), None), (a, b, jnp.zeros_like(a)), length=2)[0][:2]
+
+
+def _until(a, b, n):
+    return jax.lax.while_loop(lambda c: jnp.sum(c[0]) < 9, lambda c: (c[0] + 1, 2 * c[1]), (a, b))
+
+
+HIDDEN = {
+    "a branch by the value of the other": lambda a, b, n: jax.lax.cond(a[0] > 0, _apart, lambda a, b: (a, b), a, b),
+    "as long as the other is small": _until,
+    "in the second round": _late,
+    "an operation of which nothing is known": lambda a, b, n: jax.lax.sort([a, b], num_keys=1),
+}
+_times = lambda grads, others: [grad * other for grad, other in zip(grads, others[::-1], strict=True)]
+WAYS = {
+    "gradients, a step later": (lambda p: [*map(jnp.zeros_like, p)], lambda grads, last, params: (last, grads[::-1])),
+    "parameters": (lambda params: (), lambda grads, state, params: (_times(grads, params), state)),
+    "where the parameters began": (lambda params: params, lambda grads, start, params: (_times(grads, start), start)),
+}
+
+
+HIDDEN |= {name: within(_exchanged) for name, within in WITHIN.items()}
+RULES_OF_PAIRS = {name: _of_pairs(f) for name, f in HIDDEN.items()} | {
+    name: optax.with_extra_args_support(optax.GradientTransformation(*way)) for name, way in WAYS.items()
+}
+
+
+@pytest.mark.parametrize("name", RULES_OF_PAIRS)
+def test_finds_what_couples_wherever_it_is_hidden(name):
+    assert coupling(RULES_OF_PAIRS[name], LEAF, {}) == UPDATE
+    assert name not in WITHIN or coupling(_of_pairs(WITHIN[name](_apart)), LEAF, {}) == ""

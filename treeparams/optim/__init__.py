@@ -19,10 +19,10 @@ from ._groups import groups as groups
 from ._per_leaf import per_leaf as per_leaf
 from ._plain import from_optax as from_optax, to_optax as to_optax
 from ._set_trainable import adjust as adjust, report as report, set_trainable as set_trainable
-from ._step import step as step
 from ._trainable import (
     apply_updates as apply_updates,
     eval_params as eval_params,
+    step as step,
     trainable as trainable,
     value_and_grad_from_state as value_and_grad_from_state,
 )

@@ -16,19 +16,13 @@ from jax.core import Tracer
 from .._forms.form import Form, stacks_in_groups, stacks_of, tree_of, vector_of, vectors_of
 from .._forms.states import Division
 from .._slots.layout import Layout, MisfitError, index_of
-from .._slots.parts import Parts
+from .._slots.parts import Parts, take_apart
 from .._tree.structure import flatten, is_array, structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._groups import GroupsState, check_groups, compared, groups_in
 from ._state import ONE, ClipState, Extended, History, ModelTransformation, TrainableState, map_injected, nodes_of
 from ._updates import MasterState
-
-
-def check_model(params: PyTree) -> None:
-    """Checks that `init` received a model, and the whole of it."""
-    if nodes_of(optax.MaskedNode, params):
-        raise ValueError(f"a mask, or optax.partition, is around a transformation over models; {ONE}")
 
 
 def check_run(run: PyTree, parts: Parts[Any]) -> None:
@@ -61,19 +55,23 @@ def _check_chains(run: PyTree) -> None:
         _check_chains(node[-1])
 
 
-def misfit(layout: Layout, grads: PyTree, error: MisfitError) -> ValueError:
-    """Returns an error that names the argument of a step that does not fit the layout of the state."""
+def parts_of(model: PyTree, layout: Layout, grads: PyTree = None) -> Parts[Any]:
+    """Takes a model apart by the layout in a state; an error names the argument that does not fit it."""
+    try:
+        return take_apart(model, layout)
+    except MisfitError as error:
+        differences = error.differences
     if None in structure_of(grads)[2].specs:  # functions and numbers are in a model, and not in gradients
-        return ValueError("the gradients hold values that are not arrays; the order is tx.update(grads, state, model)")
+        raise ValueError("the gradients hold values that are not arrays; the order is tx.update(grads, state, model)")
     if any(node.cls.__module__.startswith("flax.nnx") for node in index_of(layout).structure.nodes):
-        return ValueError(
+        raise ValueError(
             "the state was made from variables of flax.nnx, and the model has none: nnx.Optimizer passes one kind of "
             "tree to init and another to update, so write the step yourself: graph, params, rest = nnx.split(net, "
             "nnx.Param, ...); state = tx.init(params); params, state = optim.step(tx, grads, state, params)"
         )
-    return ValueError(
+    raise ValueError(
         "the state was made from another tree (the first below) than this model (the second): write state = "
-        f"tx.init(model) with the whole model, not eqx.filter(model, ...), and pass it each time:\n{error.differences}"
+        f"tx.init(model) with the whole model, not eqx.filter(model, ...), and pass it each time:\n{differences}"
     )
 
 
@@ -97,8 +95,10 @@ def check_arguments(tx: object, grads: PyTree, state: PyTree, model: PyTree) -> 
     raise TypeError(_PLAIN)
 
 
-def check_ties(model: PyTree, parts: Parts[Any]) -> None:
-    """Checks that the places of each trained tie agree, where their values are known."""
+def check_model(model: PyTree, parts: Parts[Any]) -> None:
+    """Checks that `init` received a whole model in which the places of each trained tie agree, if these are known."""
+    if nodes_of(optax.MaskedNode, model):
+        raise ValueError(f"a mask, or optax.partition, is around a transformation over models; {ONE}")
     index, leaves = parts.index, jtu.tree_leaves(model)
     for alias in index.ties:
         pair = have, source = leaves[alias.leaf], leaves[alias.source]

@@ -85,16 +85,13 @@ def compared(form: Form, leaves: Sequence[Any]) -> PyTree:
 
 def is_compared(tree: PyTree) -> bool:
     """Returns whether there are such nodes in a tree."""
-    return any(map(_is_node, jtu.tree_leaves(tree, is_leaf=_is_node)))
+    return bool(nodes_of(Compared, tree))
 
 
 def without_nodes(tree: PyTree) -> PyTree:
     """Returns a tree with the leaves in place of such nodes."""
-    return jax.tree.map(lambda node: node.leaf if _is_node(node) else node, tree, is_leaf=_is_node)
-
-
-def _is_node(node: object) -> bool:
-    return isinstance(node, Compared)
+    is_node = Compared.__instancecheck__
+    return jax.tree.map(lambda node: node.leaf if is_node(node) else node, tree, is_leaf=is_node)
 
 
 class Group(NamedTuple):

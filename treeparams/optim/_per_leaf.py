@@ -59,8 +59,7 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     need it. Over the leaves of a model Optax is right without it: there the leading axis of a weight would be taken for
     rows, and `form="tree"` and `form="vector"` of `optim.trainable` refuse it.
 
-    A hyperparameter inside belongs to each row, and `optim.adjust` refuses it. For a rate that you change, write
-    `optax.inject_hyperparams(lambda rate: optim.per_leaf(optax.lamb(rate)))(0.1)`.
+    A hyperparameter inside (`optax.inject_hyperparams`) is kept for each row, and `optim.adjust` sets it for all.
 
     `tx` sees one bare array without a name, so a mask by path selects nothing in it. Put `optim.groups` around it, and
     write masks and labels inside it as functions, `mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)`.
@@ -95,13 +94,14 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     return optax.GradientTransformationExtraArgs(each.init, each.update)
 
 
+@dataclasses.dataclass(eq=False)
 class _Each:
     """A rule over each row of stacks."""
 
-    def __init__(self, rule: Extended, at_once: int | None) -> None:
-        self.rule = rule
-        self.at_once = at_once
-        self.known = set[Any]()  # rows, with the names of extra arguments, that the rule is known to treat one by one
+    rule: Extended
+    at_once: int | None
+    # Rows, with the names of extra arguments, that the rule is known to treat one by one.
+    known: set[Any] = dataclasses.field(default_factory=set)
 
     def init(self, params: PyTree) -> Any:
         """Returns the states of the rows of each stack."""
@@ -293,8 +293,6 @@ class _Drawing(Marks):
 alike_p = Primitive("alike")
 alike_p.def_abstract_eval(lambda array, *_, **__: array)
 
-_ANY_ROW = jax.ShapeDtypeStruct((2, 3), np.float32)
-
 
 def _as_one_operation(rule: Extended, updates: PyTree, params: PyTree | None, extra: dict[str, Any]) -> PyTree:
     """Returns the updates of a rule over rows as a single operation.
@@ -308,7 +306,7 @@ def _as_one_operation(rule: Extended, updates: PyTree, params: PyTree | None, ex
         return rule.update(row, rule.init(row), row, **own)
 
     try:
-        program = jax.make_jaxpr(step)(_ANY_ROW)
+        program = jax.make_jaxpr(step)(jax.ShapeDtypeStruct((2, 3), np.float32))  # any row
     except Exception:  # `init`, or the first `update`, says why
         name, closed = "", []
     else:

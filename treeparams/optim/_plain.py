@@ -147,7 +147,11 @@ def to_optax(tx: object, state: PyTree, like: PyTree) -> PyTree:
         if history in held:  # its numbers are those of the histories that train
             wanted = {name: its for name, its in wanted.items() if name[1] is not None}
             own = {name: place for name, place in own.items() if place is not None}
-        arrays = {name: _own_array(history, name, place) for name, place in own.items()}
+        copies = history.copies
+        arrays = {
+            name: copies.shared(name[0]) if place is None else copies.piece(place, str(name[1])).alone()
+            for name, place in own.items()
+        }
         for name, sources in _sources_of(wanted, own).items():
             array = _one_value(sources, arrays)
             for entries, alias in wanted[name].items():
@@ -282,14 +286,6 @@ def _by_bare(names: Iterable[Name]) -> dict[Name, list[Entries]]:
 
 
 # -- Arrays ------------------------------------------------------------------------------------------------------------
-
-
-def _own_array(history: History, name: Name, place: Place | None) -> Any:
-    """Returns the array of a name as a rule keeps it for one leaf."""
-    copies, (entries, path) = history.copies, name
-    if place is None or path is None:
-        return copies.shared(entries)
-    return copies.piece(place, path).alone()
 
 
 def _arrays_for(history: History, own: Mapping[Name, Any], found: Mapping[Name, Any], arrays: Any) -> list[Any]:

@@ -14,15 +14,15 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._forms.states import Entries, entries_of
-from .._slots.layout import Layout, MisfitError, Trainable, index_of, retrained, trained_at
+from .._forms.states import Entries
+from .._slots.layout import Layout, Trainable, index_of, retrained, trained_at
 from .._slots.parts import take_apart
 from .._slots.where import Where
 from .._tree.paths import join_path
 from .._tree.structure import is_array
 from .._tree.text import Printed, Table, describe
 from .._tree.types import PyTree, common_dtype, is_key
-from ._boundary import misfit
+from ._boundary import parts_of
 from ._groups import check_groups, group_name, groups_in
 from ._per_leaf import PerLeafState
 from ._state import History, TrainableState, in_own_buffers, map_injected, nodes_of, noticed, rule_of, state_of
@@ -56,7 +56,7 @@ def set_trainable(
     **The run has all that holds no array of a parameter**: the count of a schedule, a plateau, injected rates, the
     state of a clip or of `optax.apply_if_finite`. It goes on in each step, for all. So `optax.adam(schedule)` keeps two
     counts: Adam's corrections go by the parameter's, the rate goes by the run's. Inside `optim.per_leaf` all belongs to
-    the rows.
+    the rows, and new rows begin with the hyperparameters that you have set for the others of their group.
 
     **`reset=where` resets part of the model**, such as a head that you re-initialise. Given alone, it does not change
     which parameters train.
@@ -118,10 +118,7 @@ def set_trainable(
 
 
 def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, reset: bool | Where) -> TrainableState:
-    try:
-        parts = take_apart(model, state.layout)
-    except MisfitError as error:
-        raise misfit(state.layout, None, error) from None
+    parts = parts_of(model, state.layout)
     if not isinstance(trainable, EllipsisType):
         parts = take_apart(model, retrained(parts.layout, trainable))
     histories = rule.histories(state)
@@ -135,9 +132,9 @@ def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, re
     now, stays = frozenset(parts.index.positions), known - anew
     rule.check(parts.layout)
     begun = [rule.fresh(take_apart(model, trained_at(parts.layout, list(now - stays))))] if now - stays else []
-    shared = _of_run(rule, histories, begun)
+    shared = _of_run(histories, begun)
     pairs = [(history.holding(shared), stays) for history in histories]
-    pairs += [(history.holding(shared), now - stays) for history in begun]
+    pairs += [(history.holding(shared | _of_rows(histories, history)), now - stays) for history in begun]
     running, held = (_at(rule, parts.layout, pairs, side) for side in (now, known - now))
     if len(running) > 1:
         rule.check_together(parts.layout)
@@ -167,21 +164,40 @@ def _bits(array: Any) -> tuple[Any, ...]:
     return array.shape, str(array.dtype), np.asarray(array).tobytes()
 
 
-def _of_run(rule: Any, histories: Sequence[History], begun: Sequence[History]) -> dict[Entries, Any]:
+def _of_run(histories: Sequence[History], begun: Sequence[History]) -> dict[Entries, Any]:
     """Returns the arrays of the run, as wide as all that trains needs them."""
     if not histories:
         return {}
     kept, shared = histories[0].copies.arrays, History.of_run([*histories, *begun])
     found = {entries: kept[entries] for entries in shared if entries in kept}
-    fresh = {entries: array for each in begun for entries, array in each.copies.arrays.items() if entries in found}
-    other = [entries for entries, array in fresh.items() if array.dtype != found[entries].dtype]
-    start = entries_of(rule.begun(histories[0].layout)) if other else {}
-    for entries in other:
-        # Optax rounds hyperparameters to the dtype of the parameters: 0.999 in bfloat16 is 1.
-        now, new = found[entries], fresh[entries]
-        is_as_made = _bits(now) == _bits(start[entries]) and common_dtype([now.dtype, new.dtype]) == new.dtype
-        found[entries] = new if is_as_made else jnp.asarray(now, common_dtype([now.dtype, new.dtype]))
+    for fresh in [each.copies.arrays for each in begun]:
+        found |= {entries: _in_width(found[entries], fresh[entries]) for entries in found.keys() & fresh.keys()}
     return found
+
+
+def _of_rows(histories: Sequence[History], fresh: History) -> dict[Entries, Any]:
+    """Returns the hyperparameters that rows in `optim.per_leaf` share, for all rows of a fresh state."""
+    known: dict[Any, Any] = {}
+    for each in histories:
+        for entries, owners in each.copies.owned():
+            if owners is not None and "hyperparams" in owners.place[1]:
+                known.setdefault(owners.place, []).append(each.copies.arrays[entries][0])
+    found = dict[Entries, Any]()
+    for entries, owners in fresh.copies.owned():
+        if owners is not None and owners.place in known:
+            rows, widest = fresh.copies.arrays[entries], max(known[owners.place], key=lambda own: own.dtype.itemsize)
+            found[entries] = jnp.full_like(rows, _in_width(widest, rows[0]))
+    return found
+
+
+def _in_width(now: Any, fresh: Any) -> Any:
+    """Returns a value of the run that is as wide as a fresh one; the fresh one if it is still as it was made."""
+    # Optax rounds hyperparameters to the dtype of the parameters: 0.999 in bfloat16 is 1.
+    if now.dtype == fresh.dtype:
+        return now
+    wide = common_dtype([now.dtype, fresh.dtype])
+    is_as_made = wide == fresh.dtype and _bits(now) == _bits(fresh.astype(now.dtype))
+    return fresh if is_as_made else jnp.asarray(now, wide)
 
 
 def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
@@ -202,7 +218,8 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     Args:
         state: any state of this library or of Optax.
         group: the key of one group of `optim.groups`, or "default"; `None` changes all groups.
-        **hyperparams: the new values, in the shapes of the old ones; they may be traced. They are copied.
+        **hyperparams: the new values, in the shapes of the old ones; inside `optim.per_leaf` a number, for all rows.
+            They may be traced, and are copied.
 
     Returns:
         The new state.
@@ -211,8 +228,8 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
         UserWarning: steps leave a bfloat16 or float16 parameter as it was; see `TrainableState.stuck`.
 
     Raises:
-        ValueError: there is no such group; there is no such hyperparameter in it, or a schedule sets it, or each row in
-            `optim.per_leaf` has its own; the shape differs.
+        ValueError: there is no such group; there is no such hyperparameter in it, or a schedule sets it; the
+            shape differs.
     """
     if isinstance(state, optax.GradientTransformation | optax.MultiSteps):
         raise TypeError(f"expected a state, as tx.init(model) returns it, got {describe(state)}; the state comes first")
@@ -246,20 +263,19 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
 
 
 def _as_before(node: Any, name: str, value: Any, of_rows: set[int]) -> jax.Array:
-    if id(node.hyperparams[name]) in of_rows:
-        raise ValueError(f"each row has its own {name!r}: put optax.inject_hyperparams around optim.per_leaf")
     if name in getattr(node, "hyperparams_states", {}):
         raise ValueError(f"{name!r} follows a schedule, which would set it again in the next step; use a number there")
     if not (isinstance(value, (bool, int, float, complex)) or is_array(value)):
         raise TypeError(f"expected a number for {name}, got {describe(value)}")
     old, given = jnp.asarray(node.hyperparams[name]), jnp.result_type(value)
-    if jnp.shape(value) != old.shape:
-        raise ValueError(f"expected {name} of shape {old.shape}, got shape {jnp.shape(value)}")
+    shape = () if id(node.hyperparams[name]) in of_rows else old.shape  # one for all rows
+    if jnp.shape(value) != shape:
+        raise ValueError(f"expected {name} of shape {shape}, got shape {jnp.shape(value)}")
     wider = (jnp.complexfloating, jnp.inexact)
     if any(jnp.issubdtype(given, kind) and not jnp.issubdtype(old.dtype, kind) for kind in wider):
         raise ValueError(f"{name} is {old.dtype}, which cannot hold {value}; write a float in inject_hyperparams")
     # A new buffer, for traced values too, since the state may be donated.
-    return jnp.array(value, old.dtype, copy=True)
+    return jnp.array(jnp.broadcast_to(value, old.shape), old.dtype, copy=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,10 +334,9 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
         ValueError: as `init`.
     """
     rule = rule_of(tx)
-    if state is not None and not isinstance(state, TrainableState):
-        raise TypeError(f"expected the state of this transformation, got {describe(state)}")
-    if isinstance(model, TrainableState):
-        raise TypeError("expected the model, got its state: write optim.report(tx, model, state)")
+    if isinstance(model, TrainableState) or not isinstance(state, TrainableState | None):
+        got = f"{describe(model)} and {describe(state)}"
+        raise TypeError(f"expected a model and the state of tx, got {got}: write optim.report(tx, model, state)")
     layout = take_apart(model, rule.trainable if state is None else state.layout).layout
     index, names = index_of(layout), {path: list[str]() for path in layout.paths}
     like = rule.like(layout) if names else None

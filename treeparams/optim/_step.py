@@ -1,4 +1,4 @@
-"""step, and the rule of `optim.trainable` that takes it: a rule of Optax, and the form in which it sees a model.
+"""The rule of `optim.trainable`, which takes its steps: a rule of Optax, and the form in which it sees a model.
 
 A rule sees the parameters that have a gradient in one form: the canonical tree, one vector, or stacks. Its state holds
 copies of that form (see `_forms.states`), divided once, when the state is made.
@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,114 +16,19 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .._forms.form import Form, cut_blocks, tree_of
+from .._forms.form import Form, tree_of
 from .._forms.states import Division, Entries, divide
 from .._slots.accidents import warn_of_parted_ties
-from .._slots.layout import Layout, MisfitError, Trainable, index_of, trained_at
-from .._slots.match import per_slot, slot_gradients
+from .._slots.layout import Layout, Trainable, index_of, trained_at
+from .._slots.match import slot_gradients
 from .._slots.parts import Parts, kept_arrays, take_apart
 from .._tree.text import describe, first_few, warn
 from .._tree.types import PyTree, common_dtype, is_complex
-from ._boundary import check_arguments, check_model, check_run, check_ties, form_for, misfit, rows_of, zeros_filled
+from ._boundary import check_model, check_run, form_for, parts_of, rows_of, zeros_filled
 from ._joined import check_form, couples_late, few_alike
 from ._per_leaf import check_rows
-from ._state import (
-    History,
-    ModelTransformation,
-    Roles,
-    TrainableState,
-    extended,
-    in_own_buffers,
-    nodes_of,
-    noticed,
-    rule_of,
-    settled,
-    steady,
-)
-from ._updates import ScaledState, check_names, copies_in, landed, spread, told
-
-M = TypeVar("M")
-
-if TYPE_CHECKING:  # this refuses plain Optax, and also a chain around a transformation over models, of the same type
-    OverModels = ModelTransformation
-    State = TrainableState
-else:
-    OverModels = State = Any
-
-
-def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object) -> tuple[M, State]:
-    """Takes one training step, `tx.update` and `optim.apply_updates` in one, and keeps the ties that the state records.
-
-    >>> import jax, jax.numpy as jnp, optax, treeparams as tp
-    >>> from treeparams import optim
-    >>> shared = jnp.array([1.0, 2.0])
-    >>> model = {"a": shared, "b": shared, "steps": jnp.array(3)}
-    >>> tx = optim.trainable(optax.sgd(0.1))
-    >>> state = tx.init(model)
-    >>> @jax.jit
-    ... def train(model, state):
-    ...     grads = tp.grad(lambda m: jnp.sum(m["a"] + 2 * m["b"]), state.layout)(model)
-    ...     return optim.step(tx, grads, state, model)
-    >>> model, state = train(model, state)
-    >>> print(model["a"], model["b"], model["steps"])
-    [0.7 1.7] [0.7 1.7] 3
-
-    Args:
-        tx: `optim.trainable(...)`, or a chain or wrapper around one of them.
-            A type checker cannot tell the latter from plain Optax: annotate it as `Any`.
-        grads: the gradient: a tree or a vector, as `tp.project` accepts it.
-        state: from `tx.init(model)` or the last step.
-        model: any pytree.
-        **extra: for `tx`, such as `value` and `value_fn`.
-
-    Returns:
-        The model and the next state. Each parameter keeps its dtype, and is its wide copy rounded if `optim.master`
-        keeps one; frozen leaves are the same objects. Outside of a trace all paths of a tie have the same array.
-
-    Raises:
-        ValueError: the state is of two transformations over models; as `tx.update`.
-        TypeError: `tx` is plain Optax; the arguments are in another order; as `tx.update`; a complex update of a real
-            parameter.
-    """
-    is_ours = isinstance(tx, ModelTransformation)
-    update: Any = None if is_ours else extended(tx).update
-    try:
-        if is_ours:
-            parts, steps, after = rule_of(tx).step(grads, state, model, extra)
-            return stepped(parts, steps, after), after
-        updates, after = update(grads, state, model, **extra)
-    except Exception:
-        check_arguments(tx, grads, state, model)  # plain Optax fails at a model in ways that name no reason
-        raise
-    states = nodes_of(TrainableState, after)
-    if len(states) != 1:
-        check_arguments(tx, grads, after, model)
-    parts = take_apart(model, states[0].layout)
-    return stepped(parts, per_slot(parts.index, updates, "first", exact_shapes=True), states[0]), after
-
-
-def stepped(parts: Parts[M], steps: Sequence[Any], state: TrainableState | None = None) -> M:
-    """Returns the model after a step of each slot; a parameter with a wide copy in the state is that copy, rounded."""
-    paths = [slot.path for slot in parts.layout.slots]
-    slots = list(map(added, paths, parts.slots, steps))
-    if state is not None and any("copies" in division.names for division in state.roles.divisions):
-        copies = _copies(state)
-        for slot, path in enumerate(paths):
-            old, step = parts.slots[slot], steps[slot]
-            if path in copies and step is not None:
-                slots[slot] = landed(old, step, copies[path], slots[slot])
-    return parts.model(slots)
-
-
-def _copies(state: Any) -> dict[str, jax.Array]:
-    """Returns the wide copies that `optim.master` keeps of the parameters that train."""
-    divisions = zip(state.runs, state.roles.divisions, strict=False)
-    found = dict[str, jax.Array]()
-    for owners, copy in [pair for run, division in divisions for pair in copies_in(run, division)]:
-        length = None if owners.axis is None else copy.shape[owners.axis]
-        block = dataclasses.replace(owners.block, dtype=copy.dtype, dtypes=(), length=length)
-        found |= zip(owners.paths, cut_blocks([block], [copy])[0], strict=True)
-    return found
+from ._state import History, TrainableState, in_own_buffers, nodes_of, noticed, settled, state_of, steady
+from ._updates import ScaledState, check_names, copies_in, spread, told
 
 
 def added(path: str, leaf: jax.Array | np.ndarray, step: jax.Array | np.ndarray | None) -> jax.Array | np.ndarray:
@@ -295,24 +200,21 @@ class Rule:
 
     def init(self, params: PyTree) -> TrainableState:
         """Returns a fresh state."""
-        check_model(params)
         parts = take_apart(params, self.trainable)
         if not isinstance(self.trainable, Layout):
             warn_of_parted_ties(parts.index, jtu.tree_leaves(params))
-        check_ties(params, parts)
+        check_model(params, parts)
         return self.start(parts)
 
     def start(self, parts: Parts[Any]) -> TrainableState:
         """Returns a fresh state of the trained parameters."""
-        positions = parts.index.positions
-        if not positions:
+        if not parts.slots:
             parts.index.warn_of_nothing()
-            return TrainableState((), (), (), Roles(parts.layout, (), (), ()))
+            return state_of(parts.layout, (), (), ())
         self.check(parts.layout)
         begun = self.fresh(parts)
         check_names(begun.state, parts.index)
-        roles = Roles(parts.layout, (positions,), (), (begun.division,))
-        state = counting(TrainableState((begun.state,), (), (begun.count,), roles))
+        state = counting(state_of(parts.layout, (begun,), (), ()))
         return in_own_buffers(state, [*parts.slots, *kept_arrays(parts.rest).values()])
 
     def check(self, layout: Layout) -> None:
@@ -327,18 +229,12 @@ class Rule:
         check_run(run, parts)
         check_rows(run, form)
         run = settled(run)
-        division = self.like(parts.layout, run).division
-        return History(parts.layout, run, division, jnp.zeros((), jnp.int32))
+        return History(parts.layout, run, self.like(parts.layout, run).division, jnp.zeros((), jnp.int32))
 
     def like(self, layout: Layout, made: PyTree = None) -> History:
         """Returns a fresh history of some parameters, as shapes; `made` is a fresh state that exists already."""
         ask = lambda: _state_for(self.tx.init, self.form_of(layout), made)
         return History(layout, *self._remembered(layout, "state", ask))
-
-    def begun(self, layout: Layout) -> PyTree:
-        """Returns a fresh state for some parameters, made from zeros."""
-        shapes = self.form_of(layout).shapes()
-        return settled(self.tx.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)))
 
     def histories(self, state: Any) -> list[History]:
         """Returns all histories of a state, which must be one of this rule: those that run, then those that wait."""
@@ -388,10 +284,7 @@ class Rule:
         running = self.histories(state)[: len(state.runs)]
         if grads is model:
             raise TypeError("the gradients are the model itself; write grads = tp.grad(loss)(model)")
-        try:
-            parts = take_apart(model, state.roles.layout)
-        except MisfitError as error:
-            raise misfit(state.roles.layout, grads, error) from None
+        parts = parts_of(model, state.roles.layout, grads)
         gradients = self._gradients(parts, grads)
         absent = [slot for slot, given in enumerate(gradients) if given is None]
         if absent:

@@ -1,31 +1,40 @@
-"""trainable, apply_updates: Optax over whole models. value_and_grad_from_state, eval_params: results from a state."""
+"""trainable, step, apply_updates: Optax over models. value_and_grad_from_state, eval_params: results from a state."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from .._forms.form import Form, stacks_of, tree_of, vector_of
+from .._forms.form import Form, cut_blocks, stacks_of, tree_of, vector_of
 from .._forms.states import Division
 from .._grad import value_and_grad
 from .._slots.layout import Layout, Trainable, look_up, trained_at
 from .._slots.match import per_slot
-from .._slots.parts import take_apart
+from .._slots.parts import Parts, take_apart
 from .._tree.paths import nearest
 from .._tree.structure import structure_of
 from .._tree.types import PyTree
+from ._boundary import check_arguments
 from ._per_leaf import PerLeafState
-from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, model_state
-from ._step import Rule, stepped
+from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, model_state, nodes_of, rule_of
+from ._step import Rule, added
+from ._updates import copies_in, landed
 
 M = TypeVar("M")
 FormName = Literal["tree", "vector", "stacks"]
 _FORMS = ("tree", "vector", "stacks")
 _OTHER_WORDS = {"flat": "vector", "ravel": "vector", "stacked": "stacks", "stack": "stacks", "partition": "tree"}
+
+if TYPE_CHECKING:  # this refuses plain Optax, and also a chain around a transformation over models, of the same type
+    OverModels = ModelTransformation
+    State = TrainableState
+else:
+    OverModels = State = Any
 
 
 def trainable(
@@ -153,6 +162,81 @@ def trainable(
     return cast(Any, ModelTransformation)(rule.init, rule.update)
 
 
+def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object) -> tuple[M, State]:
+    """Takes one training step, `tx.update` and `optim.apply_updates` in one, and keeps the ties that the state records.
+
+    >>> import jax, jax.numpy as jnp, optax, treeparams as tp
+    >>> from treeparams import optim
+    >>> shared = jnp.array([1.0, 2.0])
+    >>> model = {"a": shared, "b": shared, "steps": jnp.array(3)}
+    >>> tx = optim.trainable(optax.sgd(0.1))
+    >>> state = tx.init(model)
+    >>> @jax.jit
+    ... def train(model, state):
+    ...     grads = tp.grad(lambda m: jnp.sum(m["a"] + 2 * m["b"]), state.layout)(model)
+    ...     return optim.step(tx, grads, state, model)
+    >>> model, state = train(model, state)
+    >>> print(model["a"], model["b"], model["steps"])
+    [0.7 1.7] [0.7 1.7] 3
+
+    Args:
+        tx: `optim.trainable(...)`, or a chain or wrapper around one of them.
+            A type checker cannot tell the latter from plain Optax: annotate it as `Any`.
+        grads: the gradient: a tree or a vector, as `tp.project` accepts it.
+        state: from `tx.init(model)` or the last step.
+        model: any pytree.
+        **extra: for `tx`, such as `value` and `value_fn`.
+
+    Returns:
+        The model and the next state. Each parameter keeps its dtype, and is its wide copy rounded if `optim.master`
+        keeps one; frozen leaves are the same objects. Outside of a trace all paths of a tie have the same array.
+
+    Raises:
+        ValueError: the state is of two transformations over models; as `tx.update`.
+        TypeError: `tx` is plain Optax; the arguments are in another order; as `tx.update`; a complex update of a real
+            parameter.
+    """
+    is_ours = isinstance(tx, ModelTransformation)
+    update: Any = None if is_ours else extended(tx).update
+    try:
+        if is_ours:
+            parts, steps, after = rule_of(tx).step(grads, state, model, extra)
+            return _with_steps(parts, steps, after), after
+        updates, after = update(grads, state, model, **extra)
+    except Exception:
+        check_arguments(tx, grads, state, model)  # plain Optax fails at a model in ways that name no reason
+        raise
+    states = nodes_of(TrainableState, after)
+    if len(states) != 1:
+        check_arguments(tx, grads, after, model)
+    parts = take_apart(model, states[0].layout)
+    return _with_steps(parts, per_slot(parts.index, updates, "first", exact_shapes=True), states[0]), after
+
+
+def _with_steps(parts: Parts[M], steps: Sequence[Any], state: TrainableState | None = None) -> M:
+    """Returns the model after a step of each slot; a parameter with a wide copy in the state is that copy, rounded."""
+    paths = [slot.path for slot in parts.layout.slots]
+    slots = list(map(added, paths, parts.slots, steps))
+    if state is not None and any("copies" in division.names for division in state.roles.divisions):
+        copies = _copies(state)
+        for slot, path in enumerate(paths):
+            old, step = parts.slots[slot], steps[slot]
+            if path in copies and step is not None:
+                slots[slot] = landed(old, step, copies[path], slots[slot])
+    return parts.model(slots)
+
+
+def _copies(state: Any) -> dict[str, jax.Array]:
+    """Returns the wide copies that `optim.master` keeps of the parameters that train."""
+    divisions = zip(state.runs, state.roles.divisions, strict=False)
+    found = dict[str, jax.Array]()
+    for owners, copy in [pair for run, division in divisions for pair in copies_in(run, division)]:
+        length = None if owners.axis is None else copy.shape[owners.axis]
+        block = dataclasses.replace(owners.block, dtype=copy.dtype, dtypes=(), length=length)
+        found |= zip(owners.paths, cut_blocks([block], [copy])[0], strict=True)
+    return found
+
+
 def apply_updates(model: M, updates: PyTree) -> M:
     """Adds the updates to the parameters of a model, each in its own dtype.
 
@@ -184,7 +268,7 @@ def apply_updates(model: M, updates: PyTree) -> M:
     # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
     layout, index = look_up(structure_of(model)[2], None)
     parts = take_apart(model, trained_at(layout, index.distinct))
-    return stepped(parts, per_slot(parts.index, updates, "first", exact_shapes=True))
+    return _with_steps(parts, per_slot(parts.index, updates, "first", exact_shapes=True))
 
 
 def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.Array, PyTree]]:

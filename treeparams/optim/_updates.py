@@ -113,35 +113,25 @@ def scaled(factors: Factors) -> optax.GradientTransformationExtraArgs:
         raise TypeError(f"expected a dictionary {{where: factor}}, got {describe(factors)}")
     for where, factor in factors.items():
         name, is_number = name_of(where), is_array(factor) or isinstance(factor, (int, float, np.number))
-        if callable(factor):
+        if not is_number or jnp.iscomplexobj(factor) or not jnp.issubdtype(jnp.result_type(factor), jnp.number):
             raise TypeError(
-                f"the factor of {name} must be a number, got a function; for a schedule write "
+                f"the factor of {name} must be a real number, got {describe(factor)}; for a schedule write "
                 f"optim.groups({{{name}: optax.scale_by_schedule(schedule)}}, default=optax.identity())"
             )
-        if not is_number or jnp.iscomplexobj(factor) or not jnp.issubdtype(jnp.result_type(factor), jnp.number):
-            raise TypeError(f"the factor of {name} must be a real number, got {describe(factor)}")
         if jnp.shape(factor):
             raise ValueError(f"the factor of {name} must be one number, got {describe(factor)}; write an entry each")
-    rule = _Scaled(dict(factors))
-    return optax.GradientTransformationExtraArgs(rule.init, rule.update)
+    factors = dict(factors)
 
+    def init(params: PyTree) -> Any:
+        return ScaledState(Keys([*factors]))  # which are checked later, in the whole model
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Scaled:
-    """The factors of a transformation."""
-
-    factors: Factors
-
-    def init(self, params: PyTree) -> Any:
-        """Returns the keys, which are checked later, in the whole model."""
-        return ScaledState(Keys([*self.factors]))
-
-    def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **_: object) -> tuple[PyTree, Any]:
-        """Returns the updates, each times its factor."""
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, **_: object) -> tuple[PyTree, Any]:
         by_parameter = state.keys.by_parameter or functools.partial(_by_path, updates if params is None else params)
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=is_nothing)
-        pairs = zip(leaves, _like(treedef, by_parameter(self.factors)), strict=True)
+        pairs = zip(leaves, _like(treedef, by_parameter(factors)), strict=True)
         return treedef.unflatten([leaf if is_nothing(leaf) else _times(leaf, number) for leaf, number in pairs]), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _like(treedef: Any, factors: PyTree) -> list[Any]:
@@ -222,11 +212,9 @@ def clip_by_global_norm(
         ValueError: `max_norm` is a number that is not positive.
         TypeError: `max_norm` is a schedule.
     """
-    if callable(max_norm):
-        injected = "optax.inject_hyperparams(optim.clip_by_global_norm)(max_norm=...)"
-        raise TypeError(f"max_norm must be a number; for a schedule write {injected}")
     if not (isinstance(max_norm, (int, float)) or is_array(max_norm)):
-        raise TypeError(f"max_norm must be a number, got {describe(max_norm)}")
+        schedule = "for a schedule write optax.inject_hyperparams(optim.clip_by_global_norm)(max_norm=...)"
+        raise TypeError(f"max_norm must be a number, got {describe(max_norm)}; {schedule}")
     if not is_array(max_norm) and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
@@ -346,18 +334,13 @@ def master(tx: Plain, dtype: DTypeLike = jnp.float32) -> optax.GradientTransform
     """
     if isinstance(tx, ModelTransformation):
         raise ValueError(ONE)
-    wide = _wide_dtype(dtype)
+    wide = jnp.dtype(dtype)
+    if not jnp.issubdtype(wide, jnp.floating):
+        raise TypeError(f"expected a floating dtype, got {wide}; copies of complex parameters are complex anyway")
+    if jax.dtypes.canonicalize_dtype(wide) != wide:
+        raise ValueError(f'copies in {wide} need 64 bits: call jax.config.update("jax_enable_x64", True) at the start')
     rule = _Master(extended(tx), wide)
     return optax.GradientTransformationExtraArgs(rule.init, rule.update)
-
-
-def _wide_dtype(dtype: DTypeLike) -> np.dtype:
-    given = jnp.dtype(dtype)
-    if not jnp.issubdtype(given, jnp.floating):
-        raise TypeError(f"expected a floating dtype, got {given}; copies of complex parameters are complex anyway")
-    if jax.dtypes.canonicalize_dtype(given) != given:
-        raise ValueError(f'copies in {given} need 64 bits: call jax.config.update("jax_enable_x64", True) at the start')
-    return given
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -370,14 +353,15 @@ class _Master:
     def init(self, params: PyTree) -> Any:
         """Returns the copies, and the state of the rule over them."""
         copies = jax.tree.map(self.copy_of, params)
-        state = MasterState(copies, self.tx.init(jax.tree.map(_copy_or_own, params, copies)))
+        state = MasterState(copies, self.tx.init(self.widened(params)))
         return in_own_buffers(state, jtu.tree_leaves(params))  # a rule may keep what it is given
 
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
         """Returns the updates in the dtypes of the parameters, and the next copies and state."""
         if params is None:
             raise ValueError("optim.master needs the parameters: write tx.update(grads, state, params)")
-        before = jax.tree.map(_current, params, state.copies)
+        # A copy begins anew where you changed the parameter.
+        before = jax.tree.map(lambda leaf, copy: leaf if copy is None else _kept(leaf, copy), params, state.copies)
         extra = {name: self._argument(name, value, params) for name, value in extra.items()}
         made, inner = self.tx.update(self.widened(updates), state.inner, before, **extra)
         steps, treedef = jtu.tree_flatten(made, is_leaf=is_nothing)
@@ -389,49 +373,33 @@ class _Master:
 
     def copy_of(self, leaf: Any) -> jax.Array | None:
         """Returns the copy of a narrow parameter, or `None` for a wide one."""
-        wide = self._wide(leaf)
-        return None if wide is None else jax.lax.convert_element_type(leaf, wide)
+        if not (is_array(leaf) and is_inexact(leaf.dtype)) or jnp.finfo(leaf.dtype).bits >= jnp.finfo(self.dtype).bits:
+            return None
+        wide = jnp.result_type(self.dtype, jnp.complex64) if is_complex(leaf.dtype) else self.dtype
+        return jax.lax.convert_element_type(leaf, wide)
 
     def widened(self, tree: PyTree) -> PyTree:
         """Returns a tree with its narrow arrays made wide."""
-        return jax.tree.map(lambda leaf: _copy_or_own(leaf, self.copy_of(leaf)), tree)
-
-    def _wide(self, leaf: Any) -> Any:
-        """Returns the dtype of a parameter's copy, or `None` if it has none."""
-        if not (is_array(leaf) and is_inexact(leaf.dtype)) or jnp.finfo(leaf.dtype).bits >= jnp.finfo(self.dtype).bits:
-            return None
-        return jnp.result_type(self.dtype, jnp.complex64) if is_complex(leaf.dtype) else self.dtype
+        return jax.tree.map(lambda leaf: leaf if (copy := self.copy_of(leaf)) is None else copy, tree)
 
     def _argument(self, name: str, value: Any, params: PyTree) -> Any:
-        """Converts an extra argument for a rule that sees copies."""
+        """Converts an extra argument for a rule that sees copies; a function of parameters sees these rounded."""
         if name == "grad":
             return self.widened(value)
         if name not in _FUNCTIONS or not callable(value):
             return value
-        return self._over_copies(value, params)
 
-    def _over_copies(self, f: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
-        """Turns a function of parameters into one of copies, which it sees rounded; it returns wide gradients."""
-
+        @functools.wraps(value)  # Optax looks at the names of its arguments
         def of_copies(copies: PyTree, *args: Any, **kwargs: Any) -> Any:
             rounded = jax.tree.map(lambda leaf, copy: _rounded(copy, leaf.dtype), params, copies)
-            return self.widened(f(rounded, *args, **kwargs))
+            return self.widened(value(rounded, *args, **kwargs))
 
-        return functools.wraps(f)(of_copies)  # Optax looks at the names of its arguments
+        return of_copies
 
 
 def is_nothing(node: object) -> bool:
     """Returns whether there is no update: `None`, or the place of a masked leaf."""
     return node is None or isinstance(node, optax.MaskedNode)
-
-
-def _copy_or_own(leaf: Any, copy: jax.Array | None) -> Any:
-    return leaf if copy is None else copy
-
-
-def _current(leaf: Any, copy: jax.Array | None) -> Any:
-    """Returns the array that the rule sees for a parameter: its copy, restarted where you changed the parameter."""
-    return leaf if copy is None else _kept(leaf, copy)
 
 
 # Compiled, so that outside of a trace each of these is one call and not about ten.
