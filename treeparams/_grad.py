@@ -260,9 +260,7 @@ def accumulate(
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
         parts, examples = take_apart(model, trainable), _count_examples(batch)
-        # Over how many devices the leading axes are split, as the types say.
-        avals = map(jax.typeof, jax.tree.leaves(batch))
-        devices = math.lcm(*(examples // aval.sharding.shard_shape(aval.shape)[0] for aval in avals))
+        devices = math.lcm(*(_split_over(array) for array in jax.tree.leaves(batch)))
         if not parts.slots:
             parts.index.warn_of_nothing()
 
@@ -304,6 +302,13 @@ def _summed(
     value, *grads = add(sums, whole * size, rest) if rest else sums
     grads = [jax.lax.psum(each, tuple(axes)) if axes else each for each, axes in zip(grads, added, strict=True)]
     return value.astype(dtypes[0]), [each.astype(slot.dtype) for each, slot in zip(grads, slots, strict=True)]
+
+
+def _split_over(array: ArrayLike) -> int:
+    """Returns over how many devices the leading axis of an array is split by type."""
+    sharding = jax.typeof(array).sharding
+    axes = sharding.spec[0] or ()
+    return math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
 
 
 def _count_examples(batch: PyTree) -> int:
