@@ -124,7 +124,7 @@ class Glob:
 
     def match(self, entries: Sequence[str]) -> tuple[_Star, ...] | None:
         """Returns the stars if the glob matches these entries, otherwise `None`."""
-        marked = _marked(entries)
+        marked = _with_ends(entries)
         found = self._regex.fullmatch(marked)
         if found is None:
             return None
@@ -146,7 +146,7 @@ class Glob:
         >>> [Glob(glob).selects(("layers", "0", "weight")) for glob in globs]
         [True, True, False]
         """
-        return self._regex.match(_marked(entries)) is not None
+        return self._regex.match(_with_ends(entries)) is not None
 
     def filled(self, stars: Sequence[_Star]) -> str:
         """Returns the path with these texts in place of the stars, of either kind.
@@ -168,7 +168,7 @@ class Glob:
         return join_path(entries)
 
 
-def _marked(entries: Iterable[str]) -> str:
+def _with_ends(entries: Iterable[str]) -> str:
     return "".join([unquote(entry) + _END for entry in entries])
 
 
