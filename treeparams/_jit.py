@@ -66,7 +66,7 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
     if refused:
         raise ValueError(
             f"tp.jit takes arguments apart and has no {refused[0]!r}; leave it out, all that is no array is static. To "
-            "donate arguments write donate='all', or donate='all-except-first'; to place them call jax.device_put before"
+            "donate arguments write donate='all', or donate='all-except-first'; to place them use jax.device_put"
         )
     if donate not in get_args(Donate):
         raise ValueError(f"donate must be {', '.join(map(repr, get_args(Donate)))}, got {donate!r}")
