@@ -238,7 +238,6 @@ def test_abstract_and_traced_leaves_have_no_elements():
 
     def traced(a: Any, b: Any) -> Any:
         found.extend([seen(a, a), seen(a, [W, a[1] + 1]), seen(a, [W, b]), seen([b, b], [b, b + 1])])
-        return b
 
     jax.eval_shape(traced, [W, W], W.astype(jnp.bfloat16))
     assert found == [[], [], [("1", "dtype", "float32[2]", "bfloat16[2]")], [("0", "tie", "1", "nothing")]]

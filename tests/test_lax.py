@@ -325,8 +325,8 @@ def test_what_a_step_ties_is_two_values_and_ties_that_it_parts_in_turn_are_found
 def test_only_parameters_are_tied():
     zero, key = jnp.array(0), jax.random.key(0)
     carry = {"steps": zero, "episodes": zero, "key": key, "other": key, "a": X, "b": X}
-    change = lambda _, c: {**c, "steps": c["steps"] + 1, "key": jax.random.split(c["key"])[0]}
-    ways = tp.lax.fori_loop(0, 3, change, carry), tp.lax.cond(True, lambda c: change(0, c), lambda c: c, carry)
+    change = lambda c: {**c, "steps": c["steps"] + 1, "key": jax.random.split(c["key"])[0]}
+    ways = tp.lax.fori_loop(0, 3, lambda _, c: change(c), carry), tp.lax.cond(True, change, lambda c: c, carry)
     for got, steps in zip(ways, (3, 1), strict=True):
         assert (int(got["steps"]), int(got["episodes"])) == (steps, 0)
         assert got["key"] != got["other"]
@@ -424,15 +424,11 @@ def test_equal_models_share_a_trace_outside_of_jit_too(traces):
 
 
 def test_nothing_is_kept_once_the_function_is_gone():
-    class Act:
-        def __call__(self, x):
-            return x
-
     def run():
+        act = type("Act", (), {"__call__": lambda self, x: x})()
         step = lambda model, x: (model | {"w": model["w"] + x}, None)
-        model = {"w": X, "act": Act()}
-        tp.lax.scan(step, model, jnp.arange(2.0))
-        return weakref.ref(step), weakref.ref(model["act"])
+        tp.lax.scan(step, {"w": X, "act": act}, jnp.arange(2.0))
+        return weakref.ref(step), weakref.ref(act)
 
     gone = run()
     gc.collect()

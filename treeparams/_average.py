@@ -238,7 +238,7 @@ Ema.__module__ = "treeparams"
 
 
 _Weights = tuple[ArrayLike, ArrayLike | None]
-"""The weights of the model and of the average in one step; `None`: what the first leaves of one."""
+"""The weights of the model and of the average in one step; `None`: the rest of one."""
 
 
 def _weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> _Weights:

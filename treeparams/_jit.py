@@ -62,10 +62,12 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
         ValueError: `donate` is not one of the five values; you passed an option about single arguments
             (`static_argnums`, `donate_argnums`, `in_shardings`, ...), which `tp.jit` does not support.
     """
-    refused = [name for name in jit_kwargs if name.startswith(tuple(_REFUSED))]
+    refused = [name for name in jit_kwargs if name.startswith(("static_arg", "donate_arg", "in_"))]
     if refused:
-        remedy = next(text for start, text in _REFUSED.items() if refused[0].startswith(start))
-        raise ValueError(f"tp.jit takes arguments apart and has no {refused[0]!r}: {remedy}")
+        raise ValueError(
+            f"tp.jit takes arguments apart and has no {refused[0]!r}; leave it out, all that is no array is static. To "
+            "donate arguments write donate='all', or donate='all-except-first'; to place them use jax.device_put"
+        )
     if donate not in get_args(Donate):
         raise ValueError(f"donate must be {', '.join(map(repr, get_args(Donate)))}, got {donate!r}")
     if not (fun is None or callable(fun)):
@@ -73,13 +75,6 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
     if fun is None:
         return functools.partial(jit, donate=donate, **jit_kwargs)
     return Jitted(fun, donate, jit_kwargs)
-
-
-_REFUSED = {
-    "static_arg": "leave it out, all that is no array is static already",
-    "donate_arg": "write donate='all', or donate='all-except-first' for all but the first argument",
-    "in_": "put the arrays where they are to be before, by jax.device_put",
-}
 
 
 class Jitted(Generic[P, R]):

@@ -454,18 +454,9 @@ def traced(f: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Traces a user's function to a program; if the function needs values, the error explains why there are none."""
     try:
         return jax.make_jaxpr(f)(*args)
-    except _NEEDS_VALUES as error:
-        error.add_note(_TRACED)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        error.add_note("the function is traced, as by jit, so its control flow must not depend on values of the model")
         raise
-
-
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-_TRACED = "the function is traced, as by jax.jit, so its control flow must not depend on values of the model"
 
 
 def is_floating(aval: object) -> bool:
