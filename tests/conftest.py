@@ -4,11 +4,10 @@ Two variables say how they run otherwise: `TREEPARAMS_TEST_OPTIMISED=1` compiles
 `TREEPARAMS_TEST_PLATFORM=cuda` runs them there.
 """
 
-import atexit
 import gc
 import os
+import pathlib
 import shutil
-import tempfile
 
 from . import quick
 
@@ -26,11 +25,13 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + quick.flags()
 
-    # A third of the programs have been compiled before, in another test or by the other worker. With a folder that is
-    # kept, JAX_COMPILATION_CACHE_DIR=..., the next run takes over what this one has compiled.
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    # Compiling is most of the time, and nearly all programs are those of the last run: with what it has compiled, a run
+    # takes less than half. JAX finds a program by its text, its options and the versions of JAX, so none can be stale.
+    # `pytest --cache-clear` empties the folder, and so does a run that finds it full.
+    _kept = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "d" / "compiled"
+    if sum(file.stat().st_size for file in _kept.glob("*")) > 2**30:
+        shutil.rmtree(_kept)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_kept))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

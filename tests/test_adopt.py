@@ -1,5 +1,6 @@
 """The ported programs of the pages "Adopt it ..." against the same steps written by hand."""
 
+import functools
 import pathlib
 import types
 
@@ -334,18 +335,23 @@ def test_the_solutions_of_evosax(more):
     def best(mean, noise, fitness):
         return mean + 0.1 * noise[jnp.argmin(fitness)]
 
-    def found(functions, strategy):
+    @functools.partial(jax.jit, static_argnums=0)
+    def found(functions, solution):
         ravel, unravel = functions(solution)
         objective = lambda vector: sum(jnp.sum(jnp.sin(leaf) ** 2) for leaf in jax.tree.leaves(unravel(vector)))
-        mean = ravel(solution)
-        for key in jax.random.split(jax.random.key(0), 4):
-            noise = jax.random.normal(key, (6, mean.size))
-            mean = strategy(mean, noise, jax.vmap(objective)(mean[None] + 0.1 * noise))
-        return unravel(mean)
+
+        def step(means, noise):
+            fitness = lambda mean: jax.vmap(objective)(mean[None] + 0.1 * noise)
+            return [each(mean, noise, fitness(mean)) for each, mean in zip(strategies, means, strict=True)], None
+
+        strategies, mean = (open_es, elite, best), ravel(solution)
+        noises = jax.random.normal(jax.random.key(0), (4, 6, mean.size))
+        return list(map(unravel, jax.lax.scan(step, [mean] * 3, noises)[0]))
 
     solution = {name: more.policy[name] for name in ("w", "b")}
-    for strategy in (open_es, elite, best):
-        assert_same(found(more.get_ravel_fn, strategy), found(get_ravel_fn, strategy))
+    ours, theirs = found(more.get_ravel_fn, solution), found(get_ravel_fn, solution)
+    assert_same(ours, theirs)
+    assert len({str(each) for each in ours}) == 3
     assert more.policies["steps"].dtype == jnp.int32
     assert jax.flatten_util.ravel_pytree(more.policy)[0].size == 9  # the counter is searched over
 

