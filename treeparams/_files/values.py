@@ -26,7 +26,10 @@ _KINDS: Mapping[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = 
     np.str_: ("numpy.str", str, np.str_),
 }
 _FROM_TEXT = {name: read for name, _, read in _KINDS.values()}
-_LONG = (np.longdouble, np.clongdouble)  # their bits differ between kinds of machines, so they are not stored
+_LONG: tuple[type, ...] = (
+    np.longdouble,
+    np.clongdouble,
+)  # their bits differ between kinds of machines, so they are not stored
 
 
 def in_words(leaf: Value) -> list[str]:
