@@ -12,12 +12,12 @@ import numpy as np
 from jax.core import Tracer
 
 from ._files.arrays import array_spec
-from ._files.names import Names, key_of, names_in, spelt_as, split_name
+from ._files.names import Names, name_of, names_in, spelt_as, split_name
 from ._files.values import kind_in_words
 from ._slots.layout import Layout
 from ._slots.ties import find_ties
 from ._tree.difference import NOTHING, Diff, Difference, compare, groups_of, spec_rows, tie_rows
-from ._tree.paths import join_path
+from ._tree.paths import join_path, split_path, unquote
 from ._tree.static_keys import static_key
 from ._tree.structure import Spec, naming_deleted, structure_of
 from ._tree.text import both_in_text, describe, in_text
@@ -250,7 +250,9 @@ def _by_name(source: Any) -> Names:
         source = dict(source)
     leaves, _, structure = structure_of(source)
     leaves = list(map(value_of, leaves))
-    names = list(map(key_of, structure.paths))
+    # The keys of a flat dictionary of arrays are names as they are: dots in them need no quotes.
+    is_key = lambda path: path.startswith('"') and len(split_path(path)) == 1
+    names = [unquote(path) if is_key(path) else name_of(path) for path in structure.paths]
     arrays = {names[i]: i for i, spec in enumerate(structure.specs) if spec is not None}
     specs = {name: array_spec(leaves[i]) for name, i in arrays.items()}
     aliases = {name: names[structure.first[i]] for name, i in arrays.items() if structure.first[i] != i}

@@ -118,8 +118,7 @@ MADE_UP = [  # a header, the length that it says, and what is said of it
     *((text, None, NO_JSON) for text in (b"[" * 200_000, b'{"a":' * 200_000)),
     (b'{"w":{"dtype":"U8","shape":[%b9],"data_offsets":[0,4]}}' % (MANY * 2), None, NO_JSON),
     (b'{"w":' + b"[" * 900 + b"]" * 900 + b"}", None, ENTRY),
-    (b'{"w":{"dtype":"F32","dtype":"F32"}}', None, ENTRY),
-    (b'{"w":1,"w":1}', None, "a name occurs twice"),
+    *((text, None, "a name occurs twice") for text in (b'{"w":{"dtype":"F32","dtype":"F32"}}', b'{"w":1,"w":1}')),
     (b'{"__metadata__":{},"__metadata__":{}}', None, "its metadata are not one dictionary of texts"),
     ({"__metadata__": {"a": 1}}, None, "its metadata are not one dictionary of texts"),
     ({"__metadata__": None}, None, "its metadata are not one dictionary of texts"),
@@ -152,15 +151,12 @@ def test_headers_that_are_made_up(path, case):
     write(path, header, bytes(8), length)
     tracemalloc.start()
     try:
-        for read in (saving.metadata, saving.names, lambda path: saving.load(path, {}), lambda p: saving.plan(p, {})):
+        for read in (saving.metadata, lambda path: saving.load(path, {})):
             assert message in refused(path, lambda read=read: read(path))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 1_000_000 + 30 * path.stat().st_size  # the error and its traceback; the JSON
-    for size in range(9):
-        path.write_bytes(bytes(size))
-        assert f"{DAMAGED}its header is" in refused(path, lambda: saving.metadata(path))
 
 
 def lying(path, good, change):

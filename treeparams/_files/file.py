@@ -1,19 +1,29 @@
-"""A file of named arrays: written whole or not at all, and read one array at a time."""
+"""Files of named arrays in the safetensors format: written whole or not at all, and read one array at a time.
+
+A file is a JSON header that gives the place of each array, and then the arrays, one after another. The package
+`safetensors` is not needed to read or write it. Its reader for NumPy lacks floats of 8 bits and checksums, and raises
+errors of another class. The whole header is checked before anything is read or allocated. A dtype that the format lacks
+is stored as another one, and marked.
+"""
 
 import contextlib
 import functools
 import json
+import math
 import re
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._tree.structure import Spec
-from .._tree.text import in_short
-from .arrays import Inventory, Stored, decode, decoded_kind, header_text, pieces_of, prefixed, read_header, specs_of
+from .._tree.text import describe, in_short
+from .._tree.types import Array
+from .arrays import in_jax, in_numpy
 from .source import PIECE, FilePath, OnDisk, Source, as_path, crc32, replacing
 
 PREFIX = "treeparams."
@@ -23,8 +33,229 @@ _VERSION = 1
 _CHECKSUM, _CHECKSUMS, _WORDS = f"{PREFIX}checksum", f"{PREFIX}checksums", f"{PREFIX}header"
 # The first two entries of the metadata are the checksum of the header and those of the arrays, always at these offsets.
 _BLANK = "0" * 8
-_START = f'{{"__metadata__":{{"{_CHECKSUM}":"'.encode()
+_METADATA = '{"__metadata__":'
+_START = f'{_METADATA}{{"{_CHECKSUM}":"'.encode()
 _SUMS_AT = len(_START) + len(f'{_BLANK}","{_CHECKSUMS}":"')
+
+# -- The header --------------------------------------------------------------------------------------------------------
+
+_table = lambda text: dict(pair.split(":") for pair in text.split())
+# The dtypes that all readers of the format support, with their names in NumPy and JAX; and others, which are only read.
+_WRITTEN: dict[str, str] = _table(
+    "BOOL:bool U8:uint8 I8:int8 U16:uint16 I16:int16 U32:uint32 I32:int32 U64:uint64 I64:int64 F8_E4M3:float8_e4m3fn "
+    "F8_E5M2:float8_e5m2 BF16:bfloat16 F16:float16 F32:float32 F64:float64"
+)
+_DTYPES: dict[str, str] = _WRITTEN | _table(
+    "C64:complex64 F8_E8M0:float8_e8m0fnu F8_E4M3FNUZ:float8_e4m3fnuz F8_E5M2FNUZ:float8_e5m2fnuz"
+)
+# These pack elements of so many bits into bytes, which NumPy and JAX arrays do not do. They are listed, but not read.
+_PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_BITS = {name: np.dtype(its).itemsize * 8 for name, its in _DTYPES.items()} | _PACKED
+_LONGEST = 100_000_000  # bytes of a header; the format's own limit
+_PREFIX = 8  # bytes of the length of the header
+_MOST_AXES = 32  # of a NumPy array before NumPy 2
+_SHORT = 1 << 22  # characters of a header that is remembered
+
+_Stored = tuple[str, tuple[int, ...], int, int]
+"""An array in a file: its dtype in the format's words, its shape, and its start and stop after the header.
+
+A file may have 100,000 of these. As plain tuples, unlike objects of a class, they do not slow down Python's search for
+cycles.
+"""
+
+
+def _read_header(source: Source) -> tuple[dict[str, _Stored], dict[str, str], bytes]:
+    """Reads the header of a file, and checks that it is consistent, also with the number of bytes.
+
+    Returns:
+        The arrays in the order of the file, the metadata, and the text of the header.
+    """
+    size = source.size
+    length = int.from_bytes(source.read(0, min(_PREFIX, size)).tobytes(), "little")
+    if size < _PREFIX or length > min(size - _PREFIX, _LONGEST):
+        raise source.wrong(f"its header is said to have {length:,} bytes, and the {source.noun} has {size:,}")
+    first = _PREFIX + length
+    text = source.read(_PREFIX, first).tobytes()
+    try:
+        arrays, metadata = _parsed(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise source.wrong(f"its header is no JSON of arrays: {error}") from None
+    end = first + (next(reversed(arrays.values()))[3] if arrays else 0)
+    if end != size:
+        raise source.wrong(f"its arrays end at byte {end:,}, and the {source.noun} has {size:,}")
+    return arrays, metadata, text
+
+
+def _parsed(text: str) -> tuple[dict[str, _Stored], dict[str, str]]:
+    """Returns the arrays and the metadata in a header."""
+    said = []
+    if text.startswith(_METADATA + "{"):
+        # The messages of a sender differ in their metadata. The entries behind them are the same text each time.
+        metadata, end = _DECODER.raw_decode(text, len(_METADATA))
+        said, text = [metadata], "{" + text[end:].lstrip().removeprefix(",").rstrip(" ")
+    arrays, more = (_remembered if len(text) < _SHORT else _entries)(text)
+    match [*said, *more]:
+        case []:
+            return arrays, {}
+        case [dict(metadata)] if {str}.issuperset(map(type, metadata.values())):
+            return arrays, metadata
+    raise ValueError("its metadata are not one dictionary of texts")
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats)
+
+
+def _entries(text: str) -> tuple[dict[str, _Stored], list[Any]]:
+    """Returns the arrays in a JSON object in the order of the file, and its metadata, if any."""
+    named = _DECODER.decode(text)
+    if type(named) is not dict:
+        raise ValueError("it is no JSON object")
+    metadata = [named.pop("__metadata__")] if "__metadata__" in named else []
+    entries = [(name, _stored(name, said)) for name, said in named.items()]
+    # Arrays follow one another without gaps or overlaps: so no byte is of two of them, and none goes unread.
+    end, arrays = 0, dict(sorted(entries, key=lambda entry: entry[1][2:]))
+    for name, (_, _, start, stop) in arrays.items():
+        if start != end:
+            raise ValueError(f"the array {name!r} begins at byte {start:,}, and the bytes before it end at {end:,}")
+        end = stop
+    return arrays, metadata
+
+
+_remembered = functools.lru_cache(maxsize=8)(_entries)
+
+
+def _stored(name: str, said: Any) -> _Stored:
+    """Returns one entry of the header, checked before any of it is trusted or used to allocate memory."""
+    match said:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, stop]} if len(said) == 3:
+            numbers = [*shape, start, stop]
+            if dtype in _BITS and {int}.issuperset(map(type, numbers)) and min(numbers) >= 0:
+                sizes, bits = _shape_and_bits(dtype, *shape)
+                if 8 * (stop - start) == bits:
+                    return dtype, sizes, start, stop
+                raise ValueError(f"{name!r} is {dtype} of shape {shape} in {stop - start:,} bytes")
+    raise ValueError(f"its entry {name!r} is not a dtype ({', '.join(_BITS)}), a shape and two offsets")
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape_and_bits(dtype: str, *shape: int) -> tuple[tuple[int, ...], int]:
+    """Returns a shape, the same tuple for equal ones, and the bits of such an array; -1 if it cannot exist."""
+    # An axis of size 0 counts as 1 here: NumPy refuses a shape whose other axes are too long, empty or not.
+    can_exist = len(shape) <= _MOST_AXES and 8 * math.prod(filter(None, shape)) < 1 << 63
+    return shape, math.prod(shape) * _BITS[dtype] if can_exist else -1
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _header_of(metadata: Mapping[str, str], entries: str) -> bytearray:
+    """Returns a header, after its length, of metadata and of the entries of arrays, a JSON object."""
+    try:
+        text = f"{_METADATA}{_encode(metadata)}{',' * (entries != '{}')}{entries[1:]}".encode()
+    except UnicodeEncodeError as error:
+        what = error.object[max(0, error.start - 20) : error.end]
+        raise ValueError(f"what ends with {what!r} is not Unicode text, so it cannot be saved") from None
+    if len(text) > _LONGEST:
+        raise ValueError(f"the names and texts take {len(text):,} bytes; the format has {_LONGEST:,} at most")
+    text += b" " * (-len(text) % 8)  # so that the arrays are aligned
+    return bytearray(len(text).to_bytes(_PREFIX, "little") + text)
+
+
+# -- Arrays as the format stores them ----------------------------------------------------------------------------------
+
+_NAMES = {name: text for text, name in _WRITTEN.items()}
+
+
+class StoredAs(NamedTuple):
+    """How an array is stored."""
+
+    dtype: str  # in the format's words
+    shape: tuple[int, ...]
+    itemsize: int
+    mark: dict[str, str]  # its real kind, if it is stored as another one
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.shape) * self.itemsize
+
+
+def stored_as(path: str, leaf: Array | jax.ShapeDtypeStruct) -> StoredAs:
+    """Returns how an array will be stored."""
+    if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
+        raise ValueError(f"{path!r} is {describe(leaf)} without values, so it cannot be saved")
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(f"{path!r} lies over several processes, but a file holds whole arrays; save it with Orbax")
+    if not isinstance(leaf.dtype, np.dtype):  # of typed keys
+        impl = jax.random.key_impl(leaf)
+        if not isinstance(impl, str):
+            raise ValueError(f"the key at {path!r} uses {impl}, which has no name; save its jax.random.key_data")
+        return StoredAs("U32", (*leaf.shape, *_key_kind(impl)[1]), 4, {"key": impl})
+    return _stored_as(leaf.dtype, tuple(leaf.shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored_as(dtype: np.dtype, shape: tuple[int, ...]) -> StoredAs:
+    if dtype.kind == "c":
+        half = np.dtype(f"float{dtype.itemsize * 4}")
+        return StoredAs(_NAMES[half.name], (*shape, 2), half.itemsize, {"dtype": dtype.name})
+    if dtype.name in _NAMES:
+        return StoredAs(_NAMES[dtype.name], shape, dtype.itemsize, {})
+    if dtype.itemsize != 1:
+        raise ValueError(f"the format cannot hold arrays of {dtype}")
+    return StoredAs("U8", shape, 1, {"dtype": dtype.name})
+
+
+def bytes_of(leaf: Array) -> np.ndarray:
+    """Returns the bytes of an array as they are stored, with dtype uint8; without a copy if possible."""
+    return in_numpy(leaf).reshape(-1).view(np.uint8)
+
+
+def _pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of an array in pieces that do not change any more.
+
+    A NumPy array may change while it is written, as a replay buffer does. So each of its pieces is a copy.
+    """
+    data = bytes_of(leaf).data
+    for start in range(0, len(data), PIECE):
+        piece = data[start : start + PIECE]
+        yield bytes(piece) if isinstance(leaf, np.ndarray) else piece
+
+
+def _kind_of(stored: _Stored, mark: Mapping[str, str] | None) -> tuple[tuple[int, ...], Any]:
+    """Returns the shape and dtype of a stored array as it was saved; a packed dtype is text."""
+    its, shape, _, _ = stored
+    if not mark:
+        return shape, _dtype_of(its)
+    if "key" in mark:
+        dtype, words = _key_kind(mark["key"])
+        return shape[: len(shape) - len(words)], dtype
+    dtype = np.dtype(mark["dtype"])
+    return shape[:-1] if dtype.kind == "c" else shape, dtype
+
+
+@functools.cache
+def _dtype_of(name: str) -> Any:
+    return name if name in _PACKED else np.dtype(_DTYPES[name])
+
+
+@functools.cache
+def _key_kind(impl: str) -> tuple[Any, tuple[int, ...]]:
+    """Returns the dtype of keys of an implementation, and the shape of one key's words."""
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    return key.dtype, jax.eval_shape(jax.random.key_data, key).shape
+
+
+_spec = functools.lru_cache(maxsize=4096)(Spec)  # equal ones are one object, of which a file may have 100,000
+
+# -- Reading -----------------------------------------------------------------------------------------------------------
 
 
 class File:
@@ -44,16 +275,16 @@ class File:
     def __init__(self, source: Source) -> None:
         self.source, self.noun = source, source.noun
         try:
-            self._arrays, metadata, text = read_header(source)
+            self._arrays, metadata, text = _read_header(source)
         except ValueError:
             if isinstance(source, OnDisk):
                 _refuse_other(source)
             raise
-        self._first = len(prefixed(text))
+        self._first = _PREFIX + len(text)
         self.metadata = {name: said for name, said in metadata.items() if not name.startswith(PREFIX)}
-        self.is_ours = len(self.metadata) < len(metadata)
+        self.is_ours, self.is_change = len(self.metadata) < len(metadata), False
         self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}, "values": {}, "message": None}
-        self._sums, self.is_change = "", False  # the checksums of all arrays
+        self._sums = dict[str, int]()  # the checksums of all arrays
         if self.is_ours:
             self._read_words(metadata, text)
         self._marks = self.words["marks"]
@@ -62,7 +293,7 @@ class File:
         # The checksum is of the header with zeros in its place, since a text cannot hold its own checksum.
         end = len(_START) + len(_BLANK)
         blanked = text[: len(_START)] + _BLANK.encode() + text[end:]
-        if text[:end] != _START + f"{zlib.crc32(blanked):08x}".encode():
+        if text[:end] != _START + f"{crc32(blanked):08x}".encode():
             raise self.source.wrong("its header has another checksum than when it was saved")
         with self.understood():
             said = json.loads(metadata[_WORDS])
@@ -70,7 +301,8 @@ class File:
                 what = f"{self.source.name} has version {said['version']!r} of the format of treeparams.saving"
                 raise ValueError(f"{what}, but this library reads {_VERSION}; install a newer treeparams")
             self.words = {"marks": {}, "values": {}, "message": None} | said
-            self._sums, message = metadata[_CHECKSUMS], self.words["message"]
+            sums, message = np.frombuffer(bytes.fromhex(metadata[_CHECKSUMS]), ">u4"), self.words["message"]
+            self._sums = dict(zip(self._arrays, sums.tolist(), strict=True))
             self.is_change = message is not None and message["since"] is not None
 
     @contextlib.contextmanager
@@ -91,11 +323,16 @@ class File:
     def specs(self) -> Mapping[str, Spec]:
         """The shape and the dtype in JAX of each array, by name."""
         with self.understood():
-            return specs_of(self._arrays, self._marks)
+            plain = {dtype: in_jax(_dtype_of(dtype)) for dtype in {stored[0] for stored in self._arrays.values()}}
+            specs = {name: _spec(shape, *plain[dtype]) for name, (dtype, shape, _, _) in self._arrays.items()}
+            for name, mark in self._marks.items():
+                shape, dtype = _kind_of(self._arrays[name], mark)
+                specs[name] = Spec(shape, *in_jax(dtype))
+            return specs
 
     def dtype(self, name: str) -> Any:
         """Returns the dtype of an array as it was saved, which JAX without x64 may lack."""
-        return decoded_kind(self._arrays[name], self._marks.get(name))[1]
+        return _kind_of(self._arrays[name], self._marks.get(name))[1]
 
     def read(self, name: str) -> Any:
         """Reads an array and compares it with its checksum: a NumPy array in a new buffer, or typed keys."""
@@ -108,33 +345,33 @@ class File:
             names: names of arrays in the file.
             is_checked: whether to compare each with its checksum, if the file has one.
         """
-        is_checked = is_checked and self.is_ours
-        for several in _neighbours(sorted(names, key=lambda name: self._arrays[name][2:]), self._arrays):
-            first, is_one = self._arrays[several[0]][2], len(several) == 1
-            stop = self._arrays[several[-1]][3]
-            data, value = self.source.read(self._first + first, self._first + stop, is_checked and is_one)
-            for name in several:
-                _, _, start, stop = self._arrays[name]
-                part = data if is_one else data[start - first : stop - first].copy()
-                if is_checked:
-                    self.compare(name, value if is_one else crc32(part))
-                try:
-                    part = decode(self._arrays[name], self._marks.get(name), part)
-                except (TypeError, ValueError) as error:
-                    raise ValueError(f"{name!r} of {self.source.name} cannot be read: {error}") from None
-                yield name, part
+        for name in sorted(names, key=lambda name: self._arrays[name][2:]):
+            _, _, start, stop = self._arrays[name]
+            data = self.source.read(self._first + start, self._first + stop)
+            if is_checked and self.is_ours:
+                self.compare(name, data)
+            yield name, self.decoded(name, data)
             # An array may take half of the memory that there is. So none is referred to while the next one is read.
-            data = part = None
+            del data
 
-    @functools.cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self._arrays)}
-
-    def compare(self, name: str, value: int) -> None:
-        """Rejects an array with another checksum than the file says."""
-        at = len(_BLANK) * self._numbers[name]
-        if self._sums[at : at + len(_BLANK)] != f"{value:08x}":
+    def compare(self, name: str, data: np.ndarray) -> None:
+        """Rejects the bytes of an array if they have another checksum than the file says."""
+        if self._sums[name] != crc32(data):
             raise self.source.wrong(f"{name!r} has another checksum than when it was saved")
+
+    def decoded(self, name: str, data: np.ndarray) -> Any:
+        """Returns the array for its bytes: a NumPy array, or typed keys."""
+        stored, mark = self._arrays[name], self._marks.get(name)
+        try:
+            shape, dtype = _kind_of(stored, mark)
+            if isinstance(dtype, str):
+                raise ValueError(f"it is {dtype}, which NumPy and JAX lack; drop it in a plan, rename={{...: None}}")
+            if mark and "key" in mark:
+                words = jnp.asarray(data.view(np.uint32).reshape(stored[1]))
+                return jax.random.wrap_key_data(words, impl=mark["key"])
+            return data.view(dtype).reshape(shape)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name!r} of {self.source.name} cannot be read: {error}") from None
 
 
 def file_at(path: FilePath) -> File:
@@ -143,20 +380,6 @@ def file_at(path: FilePath) -> File:
     if file.is_change:
         raise ValueError(f"{file.source.name} is a message that changes another one; write saving.loads(message, have)")
     return file
-
-
-def _neighbours(names: Sequence[str], arrays: Mapping[str, Stored]) -> Iterator[list[str]]:
-    """Yields names in the order of the file: arrays that follow one another together, up to one piece."""
-    together, first, last = list[str](), 0, 0
-    for name in names:
-        _, _, start, stop = arrays[name]
-        if together and (start != last or stop - first > PIECE):
-            yield together
-            together = []
-        first, last = first if together else start, stop
-        together.append(name)
-    if together:
-        yield together
 
 
 # -- Files of other programs ------------------------------------------------------------------------------------------
@@ -190,7 +413,7 @@ _OTHERS = {  # by how they begin; for a zip archive by the names in it
 
 def _refuse_other(source: OnDisk) -> None:
     """Rejects the files of other programs, with the lines that read them."""
-    start = source.read(0, min(1024, source.size))[0].tobytes()
+    start = source.read(0, min(1024, source.size)).tobytes()
     if zipfile.is_zipfile(source.path):
         with zipfile.ZipFile(source.path) as archive:
             start = "\n".join(["zip:", *archive.namelist(), ""]).encode()
@@ -200,6 +423,19 @@ def _refuse_other(source: OnDisk) -> None:
 
 
 # -- Writing -----------------------------------------------------------------------------------------------------------
+
+
+class Inventory:
+    """How arrays are stored, by name, in the order of the file, so that each is aligned."""
+
+    def __init__(self, kinds: Mapping[str, StoredAs]) -> None:
+        self.kinds = {name: kinds[name] for name in sorted(kinds, key=lambda name: -kinds[name].itemsize)}
+        self.marks = {name: kind.mark for name, kind in self.kinds.items() if kind.mark}
+        entries, self.size = dict[str, Any](), 0  # in bytes
+        for name, kind in self.kinds.items():
+            start, self.size = self.size, self.size + kind.size
+            entries[name] = {"dtype": kind.dtype, "shape": kind.shape, "data_offsets": (start, self.size)}
+        self.entries = _encode(entries)  # of the header
 
 
 class Draft:
@@ -213,8 +449,8 @@ class Draft:
         self._names = list(inventory.kinds)
         said = json.dumps({"version": _VERSION, **words, "marks": inventory.marks}, ensure_ascii=False)
         metadata = {_CHECKSUM: _BLANK, _CHECKSUMS: _BLANK * len(self._names), _WORDS: said, **metadata}
-        self._header = bytearray(header_text(metadata, inventory.entries))
-        self.size = len(prefixed(self._header)) + inventory.size
+        self._header = _header_of(metadata, inventory.entries)
+        self.size = len(self._header) + inventory.size
 
     def to_disk(self, path: FilePath, leaves: Mapping[str, Any]) -> None:
         """Writes a file, whole or not at all. Each array is read once.
@@ -223,12 +459,12 @@ class Draft:
         it is written twice: first with blanks of the same length, and in the end with the checksums.
         """
         with replacing(as_path(path)) as file:
-            file.write(prefixed(self._header))
+            file.write(self._header)
             sums = list[int]()
             for name in self._names:
                 value = 0
-                for piece in pieces_of(leaves[name]):
-                    value = zlib.crc32(piece, value)
+                for piece in _pieces_of(leaves[name]):
+                    value = crc32(piece, value)
                     file.write(piece)
                 sums.append(value)
             file.seek(0)
@@ -239,9 +475,11 @@ class Draft:
         ordered = [parts[name] for name in self._names]
         return b"".join([self._head(list(map(crc32, ordered))), *ordered])
 
-    def _head(self, sums: Sequence[int]) -> bytes:
+    def _head(self, sums: Sequence[int]) -> bytearray:
         """Returns the header with the checksums of the arrays, and with its own, made with blanks in its place."""
         header, text = self._header.copy(), np.array(sums, ">u4").tobytes().hex().encode()
-        header[_SUMS_AT : _SUMS_AT + len(text)] = text
-        header[len(_START) : len(_START) + len(_BLANK)] = b"%08x" % zlib.crc32(header)
-        return prefixed(header)
+        first = _PREFIX + _SUMS_AT
+        header[first : first + len(text)] = text
+        first = _PREFIX + len(_START)
+        header[first : first + len(_BLANK)] = b"%08x" % crc32(header[_PREFIX:])
+        return header

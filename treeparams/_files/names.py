@@ -32,15 +32,6 @@ def split_name(name: str) -> tuple[str, ...]:
         return tuple(map(quote, name.split(".")))
 
 
-def key_of(path: str) -> str:
-    """Returns a path as a name, or as the key of a flat dictionary of arrays, in which dots need no quotes.
-
-    >>> key_of('"layers.0.weight"'), key_of("layers.0.weight")
-    ('layers.0.weight', 'layers.0.weight')
-    """
-    return unquote(path) if path.startswith('"') and len(split_path(path)) == 1 else name_of(path)
-
-
 def bare(name: str) -> str:
     """Returns a name without quotes, as people write a key with dots.
 

@@ -14,7 +14,6 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 PIECE = 1 << 20
 """So many bytes are still in the processor's cache when they are used again."""
 
-crc32: Callable[[Any], int] = zlib.crc32
+crc32: Callable[..., int] = zlib.crc32
 """The checksum of bytes. It also accepts NumPy arrays, which type checkers do not count as bytes."""
 
 _ALIGNED = 64  # JAX copies buffers that are not aligned like this
@@ -59,8 +58,8 @@ class Source:
     kind: str
     size: int
 
-    def read(self, start: int, stop: int, is_summed: bool = False) -> tuple[np.ndarray, int]:
-        """Reads bytes into a new buffer that JAX uses without a copy; returns it with its checksum, or 0."""
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Reads bytes, from a disk into a new buffer that JAX uses without a copy."""
         raise NotImplementedError
 
     def wrong(self, why: str) -> ValueError:
@@ -81,8 +80,8 @@ class InMemory(Source):
             raise TypeError(f"expected a message, the bytes that saving.dumps made, got {describe(message)}") from None
         self.size = len(self.bytes)
 
-    def read(self, start: int, stop: int, is_summed: bool = False) -> tuple[np.ndarray, int]:
-        return np.asarray(self.bytes[start:stop]), 0
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return np.asarray(self.bytes[start:stop])
 
 
 class OnDisk(Source):
@@ -98,17 +97,15 @@ class OnDisk(Source):
         weakref.finalize(self, self._file.close)
         self.size = os.fstat(self._file.fileno()).st_size
 
-    def read(self, start: int, stop: int, is_summed: bool = False) -> tuple[np.ndarray, int]:
-        found, value = aligned(stop - start), 0
+    def read(self, start: int, stop: int) -> np.ndarray:
+        found = aligned(stop - start)
         into = found.data
         while len(into):
-            count = self.read_at(into[:PIECE], stop - len(into))
+            count = self.read_at(into, stop - len(into))
             if not count:
                 raise self.wrong("it has become shorter while it was read")
-            if is_summed:
-                value = zlib.crc32(into[:count], value)
             into = into[count:]
-        return found, value
+        return found
 
     def read_at(self, into: memoryview, offset: int) -> int:
         """Reads from an offset that no other thread or forked process moves; returns the number of bytes read."""

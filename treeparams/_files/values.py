@@ -26,8 +26,10 @@ _KINDS: Mapping[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = 
     np.str_: ("numpy.str", str, np.str_),
 }
 _FROM_TEXT = {name: read for name, _, read in _KINDS.values()}
-LONG: tuple[type, ...] = (np.longdouble, np.clongdouble)
-"""Numbers whose bits differ between kinds of machines, so they are not stored."""
+_LONG: tuple[type, ...] = (
+    np.longdouble,
+    np.clongdouble,
+)  # their bits differ between kinds of machines, so they are not stored
 
 
 def in_words(leaf: Value) -> list[str]:
@@ -71,7 +73,7 @@ def kind_in_words(kind: type) -> str | None:
     """
     if kind in _KINDS:
         return _KINDS[kind][0]
-    if not issubclass(kind, np.generic) or issubclass(kind, LONG):
+    if not issubclass(kind, np.generic) or issubclass(kind, _LONG):
         return None
     dtype = np.dtype(kind)
     is_number = dtype.kind == "b" or (jnp.issubdtype(dtype, np.number) and dtype.kind != "m")
@@ -81,11 +83,15 @@ def kind_in_words(kind: type) -> str | None:
 # -- States of optimisers ---------------------------------------------------------------------------------------------
 
 
+_SIDES = {"runs": "running", "held": "held"}
+
+
 class History(NamedTuple):
     """A history of a state, as a file records it."""
 
     side: str  # "runs", or "held" if its parameters wait
     path: str  # of its arrays in the state
+    count_path: str
     parameters: list[str]
 
     @property
@@ -96,8 +102,8 @@ class History(NamedTuple):
 
 def histories_in(words: Mapping[str, Any]) -> list[History]:
     """Returns the histories of a state in the order of the counts."""
-    sides = (("runs", words["running"]), ("held", words["held"]))
-    return [History(side, f"{side}.{i}", paths) for side, several in sides for i, paths in enumerate(several)]
+    sides = [(side, i, paths) for side in ("runs", "held") for i, paths in enumerate(words[_SIDES[side]])]
+    return [History(side, f"{side}.{i}", f"counts.{n}", paths) for n, (side, i, paths) in enumerate(sides)]
 
 
 def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:

@@ -10,7 +10,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .._files.arrays import bytes_of, placed
+from .._files.arrays import placed
+from .._files.file import bytes_of
 from .._files.names import bare, name_of
 from .._files.values import in_words, kind_in_words
 from .._forms.restructure import Restructure, known_leaves

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import jax.tree_util as jtu
 import numpy as np
 
-from .._files.arrays import Inventory, StoredAs, bytes_of, decode, inventory_of, placed, stored_as
-from .._files.file import Draft, File
+from .._files.arrays import placed
+from .._files.file import Draft, File, Inventory, StoredAs, bytes_of, stored_as
 from .._files.names import name_of
 from .._files.source import InMemory, aligned, crc32
 from .._forms.block import Block
@@ -100,12 +100,15 @@ def dumps(
             differ = [name for name in inventory.kinds | its.kinds if inventory.kinds.get(name) != its.kinds.get(name)]
             differ += [what for what in ("ties", "frozen", "layout") if words.get(what) != theirs.get(what)]
             if differ:
-                raise ValueError(
-                    f"since=(version, before): `before` and the model differ at {first_few(sorted(differ))}"
-                )
-            changed, rows, how = _change_of(inventory.kinds, old, parts)
-    change = Draft(changed, words | {"message": said | {"since": {"version": last, **how}}}, {})
-    return change.to_memory(rows) if change.size < whole.size else whole.to_memory(parts)
+                at = first_few(sorted(differ))
+                raise ValueError(f"since=(version, before): `before` and the model differ at {at}")
+        rows = {name: _rows_of(old[name], part, inventory.kinds[name].itemsize) for name, part in parts.items()}
+        checksum = _checksum_of(inventory.kinds, old)
+    changed = {name: each for name, each in rows.items() if each is not None}
+    sent = Inventory(inventory.kinds | {name: StoredAs("U8", each.shape, 1, {}) for name, each in changed.items()})
+    how = {"version": last, "checksum": checksum, "changed": list(changed)}
+    change = Draft(sent, words | {"message": said | {"since": how}}, {})
+    return change.to_memory({**parts, **changed}) if change.size < whole.size else whole.to_memory(parts)
 
 
 def _sent(model: Any, restructure: object) -> tuple[Inventory, _Bytes, dict[str, Any]]:
@@ -113,7 +116,7 @@ def _sent(model: Any, restructure: object) -> tuple[Inventory, _Bytes, dict[str,
     if restructure is None:
         leaves, words = stored_in(model, "write saving.dumps(model)")
         kinds = {name: stored_as(name, leaf) for name, leaf in leaves.items()}
-        return inventory_of(kinds), {name: bytes_of(leaf) for name, leaf in leaves.items()}, words
+        return Inventory(kinds), {name: bytes_of(leaf) for name, leaf in leaves.items()}, words
     layout, form = _layout_and_form(restructure)
     return _inventory(form), _bytes_in(form, model), {"layout": layout.digest, "ties": {}, "states": {}}
 
@@ -161,7 +164,12 @@ def loads(message: object, have: M, restructure: object = None, *, version: obje
     if received.is_tree != (restructure is None):
         sent, call = ("a tree", "message, tree") if received.is_tree else ("parameters", "message, vector, restructure")
         raise ValueError(f"the message contains {sent}; write saving.loads({call})")
-    _check_version(received, _as_version(version))
+    version = _as_version(version)
+    if version is not None and not _is_newer(received.version, version):
+        what = f"the message has version {received.version}, and you have {version}"
+        raise ValueError(f"{what}: it is old, came twice, or counts otherwise")
+    if received.since is not None and version not in (None, received.last):
+        raise ValueError(f"the message has the changes from version {received.last}, and you have {version}; {_ALL}")
     got = _tree_from(received, have) if restructure is None else _form_from(received, have, restructure)
     return got, received.version
 
@@ -219,15 +227,6 @@ def _is_newer(one: Any, other: Any) -> bool:
     return one is not None and type(one) is type(other) and one > other
 
 
-def _check_version(received: "_Message", have: _Version | None) -> None:
-    """Rejects a message that is not newer than the receiver's version, or a change of another version."""
-    if have is not None and not _is_newer(received.version, have):
-        what = f"the message has version {received.version}, and you have {have}"
-        raise ValueError(f"{what}: it is old, came twice, or counts otherwise")
-    if have is not None and received.since is not None and received.last != have:
-        raise ValueError(f"the message has the changes from version {received.last}, and you have {have}; {_ALL}")
-
-
 # -- A file in memory: all arrays, or changes of arrays that both have -------------------------------------------------
 
 
@@ -271,7 +270,8 @@ class _Message(File):
         if _checksum_of(kinds, {name: have[name] for name in self._parts}) != said:
             # It comes from another sender, or from one that was restarted and counts from the same number.
             raise ValueError(f"the message is a change of other numbers than you have, or of other dtypes; {_ALL}")
-        self._check(self._parts)
+        for name, part in self._parts.items():
+            self.compare(name, part)
         self._have = {name: (have[name], kinds[name].itemsize) for name in changed}
         self._arrays = self._arrays | {name: (*kinds[name][:2], 0, kinds[name].size) for name in changed}
         self._marks = self._marks | {name: kinds[name].mark for name in changed if kinds[name].mark}
@@ -287,32 +287,15 @@ class _Message(File):
                 with self.understood():
                     _set_rows(part, buffers[name], itemsize)
         if self.since is None:  # of the copies: somebody may write into the message meanwhile
-            self._check(buffers)
-
-    def _check(self, parts: _Bytes) -> None:
-        for name in self._parts:
-            self.compare(name, crc32(parts[name]))
+            for name, buffer in buffers.items():
+                self.compare(name, buffer)
 
     def owned(self) -> Iterator[tuple[str, Any]]:
         """Yields all arrays with their names: NumPy arrays in new buffers, or typed keys."""
         data = {name: aligned(stop - start) for name, (_, _, start, stop) in self._arrays.items()}
         self.fill(data)
         for name in list(data):
-            yield name, decode(self._arrays[name], self._marks.get(name), data.pop(name))
-
-
-def _change_of(
-    kinds: Mapping[str, StoredAs], before: _Bytes, after: _Bytes
-) -> tuple[Inventory, _Bytes, dict[str, Any]]:
-    """Returns how the arrays of a change are stored, their bytes, and the words of the message about them.
-
-    An array is sent as rows (`_rows_of`), none if no bit of it has changed; or whole if the rows do not save enough.
-    """
-    rows = {name: _rows_of(before[name], part, kinds[name].itemsize) for name, part in after.items()}
-    changed = {name: each for name, each in rows.items() if each is not None}
-    sent = dict(kinds) | {name: StoredAs("U8", each.shape, 1, {}) for name, each in changed.items()}
-    how = {"checksum": _checksum_of(kinds, before), "changed": list(changed)}
-    return inventory_of(sent), {**after, **changed}, how
+            yield name, self.decoded(name, data.pop(name))
 
 
 def _checksum_of(kinds: Mapping[str, StoredAs], parts: _Bytes) -> str:
@@ -378,7 +361,7 @@ def _inventory(form: Form) -> Inventory:
         block, number = form.locations[slot]
         zero = np.zeros((), form.blocks[block].dtypes[number])
         kinds[name_of(path)] = stored_as(path, np.broadcast_to(zero, form.blocks[block].shapes[number]))
-    return inventory_of(kinds)
+    return Inventory(kinds)
 
 
 def _bytes_in(form: Form, given: Any) -> _Bytes:

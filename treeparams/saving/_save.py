@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .._files.arrays import Like, inventory_of, placed, placed_in_turn, stored_as
-from .._files.file import PREFIX, Draft, File, file_at
+from .._files.arrays import Like, placed, placed_in_turn
+from .._files.file import PREFIX, Draft, File, Inventory, file_at, stored_as
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_path
-from .._files.values import LONG, from_words, histories_in
+from .._files.values import from_words, histories_in
 from .._slots.ties import Alias
 from .._tree.paths import join_path
 from .._tree.structure import is_array, naming_deleted
@@ -86,7 +86,7 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
         raise ValueError(f"metadata {list(said)}: names that start with {PREFIX!r} are reserved")
     leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
     with naming_deleted(model):
-        inventory = inventory_of({name: stored_as(name, leaf) for name, leaf in leaves.items()})
+        inventory = Inventory({name: stored_as(name, leaf) for name, leaf in leaves.items()})
         Draft(inventory, words, said).to_disk(path, leaves)
 
 
@@ -128,22 +128,20 @@ def _check_tree(tree: object, instead: str) -> None:
 
 # -- Arrays inside leaves that are not pytrees, which JAX functions do not see -----------------------------------------
 
-_BARE = (
-    *(str, bytes, int, float, complex, type, enum.Enum, np.generic, np.dtype, types.ModuleType),
-    *(types.BuiltinFunctionType, types.MethodType),
-)
+_EXTENDED: tuple[type, ...] = (np.longdouble, np.clongdouble)  # JAX lacks them; their bits differ by machine
+_BARE = (bytes, type, enum.Enum, np.generic, np.dtype, types.ModuleType, types.BuiltinFunctionType, types.MethodType)
 
 
 def _lost_arrays(contents: Contents) -> Iterator[str]:
     """Yields a sentence for each leaf with arrays that would not be saved."""
     seen = set[int]()
-    for path, spec, leaf in zip(contents.structure.paths, contents.structure.specs, contents.leaves, strict=True):
-        is_kept = spec is not None and not isinstance(leaf, np.ma.MaskedArray)
-        is_bare = isinstance(leaf, _BARE) and not isinstance(leaf, LONG)
+    for i, (path, leaf) in enumerate(zip(contents.structure.paths, contents.leaves, strict=True)):
+        is_kept = i in contents.values or (i in contents.names and not isinstance(leaf, np.ma.MaskedArray))
+        is_bare = isinstance(leaf, _BARE) and not isinstance(leaf, _EXTENDED)
         if is_kept or is_bare or id(leaf) in seen:  # a model has many leaves, of few functions
             continue
         seen.add(id(leaf))
-        if isinstance(leaf, (np.ma.MaskedArray, Mapping, *LONG)) or _is_foreign(leaf):
+        if isinstance(leaf, (np.ma.MaskedArray, Mapping, *_EXTENDED)) or _is_foreign(leaf):
             lost = [", which JAX does not have, so it"]
         else:
             lost = [f" and not a pytree, so its array {describe(each)}" for each in _arrays_held_by(leaf)]
@@ -292,16 +290,11 @@ def leaves_in(contents: Contents, file: File) -> dict[str, int]:
         numbered = contents.structure.numbered
         leaves = {join_path(numbered[i]) if i in numbered else name: i for name, i in leaves.items()}
     for path, words in contents.states_in_words.items():
-        here, there = (_paths_of(each, path) for each in (words, file.words["states"].get(path)))
-        moves = {
-            ours: theirs for key, its in here.items() for ours, theirs in zip(its, there.get(key, its), strict=True)
-        }
+        start, here = f"{path}." if path else "", histories_in(words)
+        there = {each.key: each for each in histories_in(file.words["states"].get(path, words))}
+        pairs = [(ours, there.get(ours.key, ours)) for ours in here]
+        moves = {start + ours.path: start + theirs.path for ours, theirs in pairs}
+        moves |= {start + ours.count_path: start + theirs.count_path for ours, theirs in pairs}
         of_name = {name: next((ours for ours in moves if is_below(name, ours)), "") for name in leaves}
         leaves = {moves.get(ours, "") + name[len(ours) :]: leaves[name] for name, ours in of_name.items()}
     return leaves
-
-
-def _paths_of(words: Mapping[str, Any] | None, path: str) -> dict[tuple[str, ...], tuple[str, str]]:
-    """Returns the paths of the state and of the count of each history, by the history's key."""
-    start, histories = f"{path}." if path else "", [] if words is None else histories_in(words)
-    return {each.key: (f"{start}{each.path}", f"{start}counts.{i}") for i, each in enumerate(histories)}
