@@ -26,10 +26,8 @@ _KINDS: Mapping[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = 
     np.str_: ("numpy.str", str, np.str_),
 }
 _FROM_TEXT = {name: read for name, _, read in _KINDS.values()}
-_LONG: tuple[type, ...] = (
-    np.longdouble,
-    np.clongdouble,
-)  # their bits differ between kinds of machines, so they are not stored
+# Their bits differ between kinds of machines, so they are not stored.
+_LONG: tuple[type, ...] = (np.longdouble, np.clongdouble)
 
 
 def in_words(leaf: Value) -> list[str]:
