@@ -271,8 +271,8 @@ def select(
         among: the leaves that can be selected; `None`: the parameters.
         kind: of these leaves, in words.
         may_be_empty: whether nothing may be selected, as in a tree of which only a part is shown.
-        frozen: what is declared frozen, of a `where` that says what trains: it must not select these alone, and may
-            only take away, from all the others.
+        frozen: the parameters that are declared frozen, for a `where` that selects the trained ones. It must not
+            select frozen parameters alone. If it only takes away, it takes from all other parameters.
     """
     among = structure.parameters if among is None else among
     chosen, away = read(structure, where, may_only_take=frozen is not None)

@@ -1,4 +1,4 @@
-"""Key paths as text and back, and the nearest path to a misspelt one; globs over paths, and what their stars match.
+"""Key paths as text and back, and the nearest path to a misspelt one; globs over paths, and the matches of their stars.
 
 A *path* identifies a node or leaf in a pytree, with one entry per key and dots between them: `layers.0.weight`. The
 root is the empty text. An entry that would be misread - it is empty, or holds a dot, a quote or a glob character, or

@@ -62,7 +62,7 @@ def check_form(
         rule: an Optax transformation that takes extra arguments.
         layout: the layout of the leaves.
         form: the form that it sees.
-        name: what asks, in words.
+        name: the caller, in words.
         extra: arguments that the rule needs, besides `value`, `grad` and `value_fn`.
         known: sets of leaves, by path and kind, for which the rule is known to be right; this adds to them.
     """

@@ -316,7 +316,7 @@ class Loss:
         return jax.tree.map(lambda leaf: lay(leaf) if eqx.is_inexact_array(leaf) else leaf, tree)
 
     def _checked(self, result: Any, before: Any) -> Any:
-        """Returns the value that the loss returned, and what it returned beside it."""
+        """Returns the value that the loss returned, and its other results."""
         aux = after = None
         if self.has_state:
             result, after = _pair_returned(result, "has_state=True", "(value, state)")
