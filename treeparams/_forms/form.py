@@ -124,8 +124,12 @@ class Form(HashedOnce):
 
     def holding(self, arrays: Sequence[Any]) -> PyTree:
         """Makes the form from one array per slot, each block in the widest dtype of its arrays."""
+        if self._is_apart:
+            return self.join(arrays)
         of_each = [[arrays[slot] for slot in slots] for slots in self.members]
-        return dataclasses.replace(self, blocks=tuple(map(_as_wide, self.blocks, of_each))).join(arrays)
+        blocks = tuple(map(_as_wide, self.blocks, of_each))
+        is_same = all(map(operator.is_, blocks, self.blocks))  # what a form has worked out is not worked out again
+        return (self if is_same else dataclasses.replace(self, blocks=blocks)).join(arrays)
 
     def spread(self, numbers: Sequence[Any]) -> PyTree:
         """Makes a tree like this form from one number per slot, with arrays that broadcast against the blocks."""

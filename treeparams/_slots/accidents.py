@@ -201,7 +201,6 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
         # could make them differ.
         pairs = [pair for pair in _parted(index, any) if not all(id(leaves[i]) in _apart for i in pair)]
         _warn_once("lost", index, pairs, _LOST)
-    if structure.is_traced or index.checked.get("accidents") == changes:
         return
     index.checked["accidents"] = changes
     _note("said", structure, [(tie.source, tie.leaf) for tie in index.ties if tie.is_said and not tie.transforms])
@@ -338,8 +337,6 @@ _PARTED = (
 
 def warn_of_forgotten_ties(index: Index) -> None:
     """Warns, once, of ties that another layout of such models was given and that training would break."""
-    if index.checked.get("forgotten") == changes:
-        return
     index.checked["forgotten"] = changes
     # Of arrays that were one, and that a trace has made two, `warn_of_accidents` warns.
     words = ["computed"] if index.structure.is_traced else ["computed", "given"]

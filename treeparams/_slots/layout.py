@@ -23,7 +23,8 @@ from .._tree.static_keys import contents
 from .._tree.structure import Structure, structure_of
 from .._tree.text import Printed, Table, describe, first_few, first_lines
 from .._tree.types import PyTree, common_dtype
-from .accidents import meet, note_ties, warn_of_accidents, warn_of_parted_ties
+from . import accidents
+from .accidents import meet, note_ties, warn_of_parted_ties
 from .index import Index, Slot
 from .ties import Alias, find_ties
 from .where import Where, decide, select
@@ -474,9 +475,10 @@ def look_up(
     is_sure = trainable is None or isinstance(trainable, (str, re.Pattern, type))
     is_alone = freeze is None and thaw is None and given is None
     found = structure.remember(("layout", trainable), make) if is_sure and is_alone else make()
-    if leaves is not None:
-        warn_of_accidents(index_of(found), leaves)
-    return found, index_of(found)
+    index = index_of(found)
+    if leaves is not None and (structure.is_traced or index.checked.get("accidents") != accidents.changes):
+        accidents.warn_of_accidents(index, leaves)
+    return found, index
 
 
 def retrained(layout: Layout, trainable: Trainable) -> Layout:

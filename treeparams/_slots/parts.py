@@ -20,7 +20,8 @@ from .._tree.static_keys import contents, identical, static_key
 from .._tree.structure import Spec, Structure, flatten, same_treedef, structure_of
 from .._tree.text import both_in_text, describe
 from .._tree.types import PyTree, TreeDef
-from .accidents import keep_apart, meet, note_ties, warn_of_forgotten_ties
+from . import accidents
+from .accidents import keep_apart, meet, note_ties
 from .index import Index
 from .layout import Layout, Trainable, index_of, look_up, trained_at
 from .match import read_slots
@@ -169,8 +170,8 @@ def take_apart(model: M, trainable: Trainable, *, by_path: bool = False) -> Part
         index = structure.remember(("by path", layout), functools.partial(_each_by_itself, structure, layout))
     elif structure.refs:
         index.refuse_refs()
-    if not isinstance(trainable, Layout):
-        warn_of_forgotten_ties(index)
+    if not isinstance(trainable, Layout) and index.checked.get("forgotten") != accidents.changes:
+        accidents.warn_of_forgotten_ties(index)
     static = _Static(layout, index, treedef, index.gathers.values(leaves))
     return Parts(index.gathers.slots(leaves), Rest(index.gathers.kept(leaves), static))
 
