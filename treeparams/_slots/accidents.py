@@ -345,7 +345,8 @@ def warn_of_forgotten_ties(index: Index) -> None:
 
 _FORGOTTEN = (
     "a layout of such a model ties {0}; without that layout they are trained separately. Pass it (known = "
-    "tp.layout(model, ties=...); tp.grad(loss, known)), or pass tp.layout(model) to train them separately"
+    "tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or pass tp.layout(model) to train "
+    "them separately"
 )
 
 
