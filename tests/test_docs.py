@@ -61,6 +61,19 @@ def test_each_line_of_the_tables_of_idioms_runs_after_its_code():
         exec(compile(line, line, "exec"), dict(namespace))
 
 
+def test_steps_of_models_are_compiled_by_one_function():
+    """By `tp.jit`, which takes functions in models; plain `jax.jit` with a layout is on the page about it."""
+    steps = {
+        name: re.findall(r"^@(\S+)\n(def .*\n(?:(?: .*)?\n)*)", page.read_text(), re.M) for name, page in PAGES.items()
+    }
+    assert sum(wrapper.startswith("tp.jit") for found in steps.values() for wrapper, _ in found) > 20
+    plain = {name for name, found in steps.items() if any("jax.jit" in w and ".layout" in code for w, code in found)}
+    assert plain <= {"how-to/transformations.md"}
+    for page in (SITE.parent / "README.md", PAGES["index.md"], PAGES["getting-started.md"]):
+        assert "@tp.jit" in page.read_text()
+        assert "@jax.jit" not in page.read_text()
+
+
 @pytest.mark.parametrize("texts", ["docstrings", "pages", "notebooks", "readme"])
 def test_prose_is_as_easy_to_read_as_that_of_equinox_and_optax(texts):
     counted = dialect.counted(getattr(dialect, texts)())

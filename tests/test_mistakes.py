@@ -200,6 +200,7 @@ CALLS: list[Row] = [
     ("replace(a, b, c)", lambda t: tp.replace(t.dict, "w", t.x), TypeError, r"it is tp.replace\(model, values, lay"),
     ("combine(params)", lambda t: tp.combine(t.params), TypeError, r"'rest'; it is tp.combine\(params, rest\)"),
     ("save(path)", lambda t: saving.save("a"), TypeError, r"'model'; it is saving.save\(path, model, "),
+    ("no folder", lambda t: saving.save("no/such/a", t.dict), FileNotFoundError, "no such folder; make it first: '/"),
     ("load(path)", lambda t: saving.load("a"), TypeError, r"'like'; it is saving.load\(path, like"),
     ("load(template=)", lambda t: saving.load("a", template=t.x), TypeError, "no argument 'template'; write like=..."),
     ("lora: no key", lambda t: matrices.lora(t.model, "layers.0", 1), TypeError, "'key'; it is matrices.lora"),

@@ -83,6 +83,8 @@ OPTIM: list[Row] = [
     ("trainable(freeze=)", lambda t: optim.trainable(t.adam, freeze="w"), TypeError, "'freeze'; write trainable=\"!"),
     ("trainable(frozen=)", lambda t: optim.trainable(t.adam, frozen="zeros"), TypeError, 'write missing="zeros"'),
     ("to_optax(tx=)", lambda t: optim.to_optax(t.tx, t.state, target=t.x), TypeError, "'target'; write like=..."),
+    ("init(grads)", lambda t: t.tx.update(t.grads, t.tx.init(t.grads), t.model), ValueError, OTHER_TREE),
+    ("updates first", lambda t: optim.apply_updates({"w": t.x}, t.dict | {"f": len}), ValueError, "model comes first"),
     ("updates and state", lambda t: optim.apply_updates(t.model, (t.grads, t.state)), ValueError, "got a tuple of 2"),
     ("lookahead", lambda t: optim.trainable(optax.lookahead(t.sgd, 3, 0.5)).init(t.dict), ValueError, "by hand"),
     ("complex rates", lambda t: optim.trainable(rated).init({"a": t.x, "b": t.x + 0j}), ValueError, "dtype=float"),

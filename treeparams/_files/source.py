@@ -144,6 +144,8 @@ def replacing(path: str) -> Iterator[io.BufferedWriter]:
         _refuse_irregular(path, before.st_mode)
     path = os.path.realpath(path)
     folder, name = os.path.split(path)
+    if not os.path.exists(folder):
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder; make it first", folder)
     # A killed process leaves its file behind, and the next one that writes to the same path removes it. So the name
     # tells the path, by a checksum: the name of the path itself may be as long as the file system allows.
     start, end = f".{zlib.crc32(os.fsencode(name)):08x}.", ".unfinished"

@@ -89,7 +89,7 @@ def _entries_by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     if unknown:
         has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
         # Functions are in a model, and not in what is made of one.
-        is_model = all(callable(leaves[paths.index(path)]) for path in unknown)
+        is_model = set(model.paths) <= set(paths) and any(callable(leaves[paths.index(path)]) for path in unknown)
         remedy = "; the model comes first, then the other tree" if is_model else nearest(unknown[0], model.paths)
         raise ValueError(f"the tree has an entry at {unknown[0]!r}, where the model has {has}{remedy}")
     return [(model.index[path], value) for path, value in zip(paths, leaves, strict=True)]
