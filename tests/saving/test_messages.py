@@ -183,7 +183,7 @@ def test_what_is_no_change_and_no_version():
         (ValueError, r"since=2 is not older than version=2", (2, vector), 2),
         (ValueError, r"since=2 is not older than version=None", (2, vector), None),
         (TypeError, r"a change needs two versions", vector, 2),
-        (RuntimeError, r"has been deleted, as by a step that donates it; if you need", (1, gone), 2),
+        (RuntimeError, r"has been deleted, as by a step that donates it; keep a copy", (1, gone), 2),
         *((TypeError, r"a version must be a number, or", None, its) for its in ("3", 1.5, (1,), (1, 2, 3), (1, "2"))),
     ]:
         with pytest.raises(error, match=match):

@@ -296,7 +296,7 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     shape = jax.ShapeDtypeStruct((2,), jnp.float32)
     refused = [
         ({"abstract": shape}, ValueError, r"'abstract' is float32\[2\] without values"),
-        (first | {"gone": gone}, RuntimeError, "'gone' has been deleted, as by a step that donates it; if you need"),
+        (first | {"gone": gone}, RuntimeError, "'gone' has been deleted, as by a step that donates it; keep a copy"),
         (first | {"key": key}, RuntimeError, "'key' has been deleted"),
         (first | {"n\ud800": ramp(1)}, ValueError, r"n\\ud800' is not Unicode text"),
         (first | {"note": "\udcff"}, ValueError, r"note.*udcff' is not Unicode text, so it cannot be saved"),
