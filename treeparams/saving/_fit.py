@@ -153,7 +153,7 @@ class _Offers:
 
     def _offer(self, move: Move, made: Spec) -> None:
         contents, route, leaf = self._contents, move.route, move.leaf
-        name, want, alias = contents.short_names[leaf], contents.spec(leaf), contents.aliases.get(leaf)
+        name, want, alias = contents.short_names[leaf], contents.structure.spec(leaf), contents.aliases.get(leaf)
         if leaf in self._goes_to:
             other = self._goes_to[leaf]
             raise ValueError(f"{other!r} and {route.sources[0]!r} both go to {name!r}; drop one with None")

@@ -117,12 +117,14 @@ def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | Non
     if i in contents.values:
         is_same, ours, hint = said is not None, contents.values[i][0], "; write jnp.asarray(...) in the tree"
     elif i in contents.names and said is not None:
-        is_same, ours = _is_scalar_of_numpy(leaf, said), describe(contents.spec(i))
+        is_same, ours = _is_scalar_of_numpy(leaf, said), describe(contents.structure.spec(i))
         hint = "; eqx.filter_eval_shape keeps Python's numbers" if i in contents.abstract else ""
     elif i in contents.names:
-        is_same, ours = bool(transforms) or contents.spec(i) == file.specs[stored], describe(contents.spec(i))
+        spec = contents.structure.spec(i)
+        is_same, ours = bool(transforms) or spec == file.specs[stored], describe(spec)
         if is_same and not transforms and isinstance(leaf, np.ndarray):
-            is_same, ours, theirs = leaf.dtype == file.dtype(stored), str(leaf.dtype), str(file.dtype(stored))
+            there = file.dtype(stored)
+            is_same, ours, theirs = leaf.dtype == there, f"{leaf.dtype} of NumPy", str(there)
     return None if is_same else f"{name!r} is {ours} in the tree, {theirs} in the {file.noun}{hint}"
 
 
