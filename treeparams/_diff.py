@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._files.arrays import array_spec
-from ._files.names import Names, name_of, names_in, spelt_as, split_name
+from ._files.names import Names, name_of, names_in, split_name
 from ._files.values import kind_in_words
 from ._slots.layout import Layout
 from ._slots.ties import find_ties
@@ -224,9 +224,9 @@ def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
     """Compares two sources by name, at least one of them a file: arrays, ties, numbers and texts, but no classes."""
     ours, theirs = map(_by_name, (a, b))
     if _is_of_files(b):
-        ours = spelt_as([*theirs.specs, *(theirs.numbers or ())], ours)
+        ours = ours.spelt_as([*theirs.specs, *(theirs.numbers or ())])
     else:
-        theirs = spelt_as([*ours.specs, *(ours.numbers or ())], theirs)
+        theirs = theirs.spelt_as([*ours.specs, *(ours.numbers or ())])
     # Other programs write arrays alone; then nothing is known of numbers.
     say_numbers = ours.numbers is not None and theirs.numbers is not None
     here, there = ({**each.specs, **(each.numbers or {} if say_numbers else {})} for each in (ours, theirs))

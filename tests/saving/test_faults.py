@@ -272,7 +272,7 @@ def assert_read_or_refused(path, read):
     assert is_right
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(
     header=st.binary(max_size=40) | _JSON | st.dictionaries(st.sampled_from("vw"), _ENTRIES | _JSON),
     data=st.binary(max_size=16),

@@ -135,7 +135,7 @@ def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, mon
         "'n' is float32[2] in the tree, int32[2] in the file",
         "'new.deep' is in the tree and not in the file",
         "the file also has 'old', which the tree lacks",
-        "'rate' is float in the tree, an array float32[1] in the file",
+        "'rate' is float in the tree, float32[1] in the file",
     ):
         assert line in str(error.value)
     assert read == []

@@ -179,11 +179,9 @@ def test_a_state_restored_without_a_target_is_that_of_its_plan(name, tmp_path):
 @pytest.mark.parametrize("form", ["vector", "stacks"])
 def test_of_joined_arrays_nothing_tells_their_parameters(form, tmp_path):
     tx, model = optim.trainable(optax.adam(0.1), form=form), {"a": jnp.ones(2), "b": jnp.ones(2)}
-    plan = saving.plan(model, model)
-    for where in (None, "a"):
-        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / f"{where}", optim.trainable(optax.adam(0.1), where, form=form).init(model))
-            checkpointer.wait_until_finished()
-            back = checkpointer.restore(tmp_path / f"{where}")
-        with pytest.raises(ValueError, match="nothing tells which parameters the arrays of the state are of"):
-            plan.state(back, like=tx.init(model))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", tx.init(model))
+        checkpointer.wait_until_finished()
+        back = checkpointer.restore(tmp_path / "state")
+    with pytest.raises(ValueError, match="nothing tells which parameters the arrays of the state are of"):
+        saving.plan(model, model).state(back, like=tx.init(model))

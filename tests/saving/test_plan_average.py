@@ -99,7 +99,6 @@ FOLLOWED = {
     "scaling": (_AFFINE, lambda x: 2 * x),
     "padding with its edge": (_AFFINE, lambda x: jnp.pad(x, 1, mode="edge")),
     "mean": (_AFFINE, lambda x: (x + x[::-1]) / 2),
-    "half a mask": (_AFFINE, lambda x: x * np.float32([1, 0.5, 1])),
     "whole sum": (_AFFINE, lambda x: jnp.zeros(3).at[jnp.array([0, 0, 1])].add(x)),
     "twice": (_AFFINE, lambda x: jnp.concatenate([x, x[:1]])),
     "negative": (_AFFINE, jnp.negative),

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeparams as tp
 from treeparams import saving
-from treeparams.saving._names import names_of, stack
+from treeparams.saving._names import stack
 
 from ..zoo import assert_same, first_devices, ramp
 from .test_plan import row, shapes
@@ -178,23 +178,6 @@ def test_a_file_of_numpy_is_a_source(tmp_path):
                 saving.plan(file, model | {"wide": ramp(2)}, rename={"pairs": None}, transform=transform)
         loose = saving.plan(file, model | {"wide": ramp(2)}, strict=False)
         assert_same(loose(file)["wide"], ramp(2))
-
-
-class _Unknown:
-    """A dtype of a file that NumPy has not."""
-
-    def __str__(self):
-        return "F8_E8M0"
-
-
-def test_a_dtype_that_neither_numpy_nor_jax_has():
-    model = {"w": ramp(2), "scale": ramp(2)}
-    source = names_of(model)
-    source.specs["scale"] = source.specs["scale"]._replace(dtype=_Unknown())
-    message = r"'scale' is F8_E8M0\[2\], which NumPy and JAX do not support; drop it, rename=\{'scale': None\}"
-    with pytest.raises(ValueError, match=message):
-        saving.plan(source, model)
-    assert_same(saving.plan(source, model, rename={"scale": None, None: "scale"})(source), model)
 
 
 WIDE = {

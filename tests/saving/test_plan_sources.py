@@ -161,13 +161,6 @@ def test_an_alias_has_a_name_where_it_is_not_what_its_source_gives(tmp_path):
     assert list(saving.names(tp.layout(tied))) == ["encoder"]
 
 
-def test_numbers_and_functions_stay_with_the_model():
-    old = {"w": [row(2)], "rate": np.float32(0.5), "n": 3, "f": jnp.sin}
-    new = {"w": [ramp(2)], "rate": np.float32(0.1), "n": 4, "f": jnp.cos}
-    made = saving.plan(old, new)(old)
-    assert_same(made, new | {"w": [jnp.arange(2.0)]})
-
-
 def test_a_plan_is_a_source_with_the_names_of_its_model():
     first = saving.plan({"a": row(2)}, {"b": ramp(2), "kept": ramp(3)}, rename={"a": "b"}, strict=False)
     second = saving.plan(first, {"c": ramp(2), "kept": ramp(3)}, rename={"b": "c"})

@@ -123,32 +123,29 @@ class Names(Mapping[str, Any]):
             computed=its(dict.fromkeys(self.computed)),
         )
 
+    def spelt_as(self, known: Collection[str]) -> "Names":
+        """Returns the same arrays under the known names, from which those here may differ in quotes.
 
-def spelt_as(known: Collection[str], given: Names) -> Names:
-    """Returns the same arrays under the known names; given names may differ from them in quotes.
+        The keys of a flat dictionary are names as they are. In the paths of a layout, a file or a state they have
+        quotes.
+        """
+        have = self.specs.keys() | (self.numbers or {}).keys()
+        lost = [name for name in known if name not in have]
+        by_text = {bare(name): name for name in have if name not in known} if lost else {}
+        spelt = {by_text[bare(name)]: name for name in lost if bare(name) in by_text}
+        return self.under(lambda name: spelt.get(name, name)) if spelt else self
 
-    The keys of a flat dictionary are names as they are. In the paths of a layout, a file or a state they have quotes.
-    """
-    have = given.specs.keys() | (given.numbers or {}).keys()
-    lost = [name for name in known if name not in have]
-    if not lost:
-        return given
-    by_text = {bare(name): name for name in have if name not in known}
-    spelt = {by_text[bare(name)]: name for name in lost if bare(name) in by_text}
-    return given.under(lambda name: spelt.get(name, name)) if spelt else given
+    def tied_as(self, known: "Names") -> "Names":
+        """Returns the same arrays under the known names, each under all names of its tie.
 
-
-def with_ties(known: Names, given: Names) -> Names:
-    """Returns the same arrays under the known names, each under all names of its tie.
-
-    A moment or an average has each tie once, under one of its names.
-    """
-    given = spelt_as(known.specs, given)
-    there = {known.aliases.get(name, name): name for name in reversed([*given.specs])}
-    roots = {name: known.aliases.get(name, name) for name in known.specs if name not in given.specs}
-    more = {name: there[root] for name, root in roots.items() if root in there}
-    specs = {**given.specs, **{name: given.specs[other] for name, other in more.items()}}
-    return Names(specs, lambda name: given[more.get(name, name)], {**given.aliases, **more})
+        A moment or an average has each tie once, under one of its names.
+        """
+        given = self.spelt_as(known.specs)
+        there = {known.aliases.get(name, name): name for name in reversed([*given.specs])}
+        roots = {name: known.aliases.get(name, name) for name in known.specs if name not in given.specs}
+        more = {name: there[root] for name, root in roots.items() if root in there}
+        specs = {**given.specs, **{name: given.specs[other] for name, other in more.items()}}
+        return Names(specs, lambda name: given[more.get(name, name)], {**given.aliases, **more})
 
 
 def names_in(source: object) -> Names | None:

@@ -21,7 +21,7 @@ from .._slots.ties import Alias, find_ties
 from .._slots.where import declared_frozen
 from .._tree.copying import copy_leaf
 from .._tree.paths import join_path, quote
-from .._tree.structure import Spec, structure_of
+from .._tree.structure import structure_of
 from .._tree.types import PyTree, value_of
 from ..optim._state import TrainableState, nodes_of
 
@@ -82,10 +82,6 @@ class Contents:
         is_read = {i: all(quote(entry) == entry for entry in text.split(".")) for i, text in short.items()}
         return self.names | {i: text for i, text in short.items() if self.leaf_at.get(text) == i and is_read[i]}
 
-    def spec(self, i: int) -> Spec:
-        """Returns the shape and dtype that an array has in JAX."""
-        return self.structure.spec(i)
-
     def store_what_differs(self) -> None:
         """Stores an alias separately if it is another array than its source gives, as before `tp.tie`."""
         first = self.structure.first
@@ -93,7 +89,7 @@ class Contents:
             have, source = self.leaves[i], self.leaves[alias.source]
             if isinstance(have, (jax.ShapeDtypeStruct, Tracer)) or (have is source and not alias.transforms):
                 continue
-            want = alias.value_from(source, self.spec(alias.source))
+            want = alias.value_from(source, self.structure.spec(alias.source))
             is_same = (have.shape, have.dtype) == (want.shape, want.dtype)
             if is_same and np.array_equal(bytes_of(have), bytes_of(want)):
                 continue

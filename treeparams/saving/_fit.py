@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._files.arrays import Like, array_spec, as_in_jax, in_numpy, placed_in_turn
-from .._files.names import Names, bare, heads_of, spelt_as
+from .._files.names import Names, bare, heads_of
 from .._tree.copying import copy_leaf
 from .._tree.paths import nearest
 from .._tree.structure import Spec
@@ -53,7 +53,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
     found = [_to_leaves(route, leaves) for route in found]
     pairs = [pair for route in found if not route.is_exact for pair in zip(route.sources, route.targets, strict=False)]
     unlike = unlike_nodes(contents, source.unkeyed, pairs, "source")
-    offers, nowhere, used = _Offers(contents, source.specs), dict[str, str](), set(dropped)
+    offers, nowhere, used = _Offers(contents, source.specs, sorted(kept)), dict[str, str](), set(dropped)
     for route in found:
         why = next((unlike[name] for name in route.sources if name in unlike), None)
         if why is None and leaves.keys().isdisjoint(route.targets):
@@ -66,14 +66,8 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
             offers.refuse(route, why)
     # A file has a tie under several names; the one that is stored is used where another one is.
     used.update([aliases[name] for name in used if name in aliases])
-    # An array that stays as it is must not be tied to one that is filled.
-    stay = {offers.root(leaves[name]): name for name in sorted(kept)}
-    for leaf, name in offers.goes_to.items():
-        if offers.root(leaf) in stay:
-            at = stay[offers.root(leaf)]
-            raise ValueError(f"rename, None: {at!r} should stay as it is, but {name!r} goes there")
     comes, also = offers.chosen(aliases)
-    filled_or_not = comes.keys() | offers.refused | stay.keys()
+    filled_or_not = comes.keys() | offers.refused | offers.stay.keys()
     made = Fit(
         comes,
         also,
@@ -81,7 +75,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
         tuple(i for i in contents.stored.values() if i not in filled_or_not),
         {name: nowhere.get(name, "") for name in source if name not in used},
         tuple(offers.disagrees),
-        frozenset(stay),
+        frozenset(offers.stay),
     )
     # Names of ties of the source that go nowhere, each with the name of the same array that does.
     taken = {aliases.get(name, name): name for name in reversed(made.used)}
@@ -112,18 +106,19 @@ class _Offers:
         refused: the stored leaves for which an array does not fit.
         reported: the names of the arrays that do not fit.
         disagrees: the reasons why they do not, one line each.
-        goes_to: the leaves for which there is an array, each with its first name.
+        stay: the stored leaves that keep their arrays, each with the name that says so.
     """
 
-    def __init__(self, contents: Contents, specs: Mapping[str, Spec]) -> None:
+    def __init__(self, contents: Contents, specs: Mapping[str, Spec], kept: Sequence[str]) -> None:
         self.fits: dict[int, list[Move]] = {}
         self.refused = set[int]()
         self.reported = set[str]()
         self.disagrees = dict[str, None]()
-        self.goes_to: dict[int, str] = {}
+        self._goes_to: dict[int, str] = {}  # the leaves for which there is an array, each with its first name
         self._contents, self._specs = contents, specs
+        self.stay = {self._root(contents.leaf_at[name]): name for name in kept}
 
-    def root(self, leaf: int) -> int:
+    def _root(self, leaf: int) -> int:
         """Returns the leaf that a leaf follows from; for a stored leaf, itself."""
         return self._contents.aliases[leaf].source if leaf in self._contents.aliases else leaf
 
@@ -134,12 +129,13 @@ class _Offers:
             if target not in leaves:
                 self.refuse(route, f"{given}: no array is at {target!r}{nearest(target, leaves)}")
         unknown = next((name for name in route.sources if not _is_in_jax(self._specs[name].dtype)), None)
-        made: list[Any] = [None] * len(route.targets) if unknown is not None else _results(route, self._specs)
         if unknown is not None:
             spec = self._specs[unknown]
             none = "JAX does" if isinstance(spec.dtype, np.dtype) else "NumPy and JAX do"
             what = f"{unknown!r} is {describe(spec)}, which {none} not support"
             self.refuse(route, f"{what}; drop it, rename={{{unknown!r}: None}}")
+            return
+        made = _results(route, self._specs)
         if len(made) != len(route.targets):
             count = f"{route.how} gives {len(made)} arrays"
             self.refuse(route, f"{given}: {count}, but the paths are {shown(route.targets)}")
@@ -153,22 +149,24 @@ class _Offers:
         self.disagrees[why] = None
         self.reported.update(route.sources)
         leaves = self._contents.leaf_at
-        self.refused.update(self.root(leaves[target]) for target in route.targets if target in leaves)
+        self.refused.update(self._root(leaves[target]) for target in route.targets if target in leaves)
 
-    def _offer(self, move: Move, made: Spec | None) -> None:
+    def _offer(self, move: Move, made: Spec) -> None:
         contents, route, leaf = self._contents, move.route, move.leaf
-        name, want, alias = contents.short_names[leaf], contents.spec(leaf), contents.aliases.get(leaf)
-        if leaf in self.goes_to:
-            raise ValueError(f"{self.goes_to[leaf]!r} and {route.sources[0]!r} both go to {name!r}; drop one with None")
-        self.goes_to[leaf] = route.sources[0]
+        name, want, alias = contents.short_names[leaf], contents.structure.spec(leaf), contents.aliases.get(leaf)
+        if leaf in self._goes_to:
+            other = self._goes_to[leaf]
+            raise ValueError(f"{other!r} and {route.sources[0]!r} both go to {name!r}; drop one with None")
+        self._goes_to[leaf] = route.sources[0]
+        at = self.stay.get(self._root(leaf))
+        if at is not None:  # it must not be tied to one that is filled either
+            raise ValueError(f"rename, None: {at!r} should stay as it is, but {route.sources[0]!r} goes there")
         # Several names may go to one tie. Of these moves one fills the array, that to its own path if there is one; the
         # others are compared with it. An alias with a transform is never filled: it is computed.
         root = leaf if alias is None or alias.transforms else alias.source
         if made == want:
             self.fits.setdefault(root, []).append(move)
-            return
-        self.refused.add(root)
-        if made is not None:
+        else:
             self.refuse(route, _disagreement(name, want, made, route))
 
     def chosen(self, aliases: Mapping[str, str]) -> tuple[dict[int, Move], list[Move]]:
@@ -225,7 +223,7 @@ def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
     Two mistakes would cause no error later: an array that the plan does not know would be lost; and for two arrays that
     were the same one when the plan was made, the plan uses only one.
     """
-    given = spelt_as(planned.specs, given)
+    given = given.spelt_as(planned.specs)
     for at, mark in (planned.unkeyed or {}).items():
         if (given.unkeyed or {}).get(at, mark) != mark:
             raise ValueError(

@@ -47,7 +47,7 @@ class Movers:
         # In a model that was untied after the plan was made each place gets the array of the tie, unless computed.
         roots = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
         leaves = [i for i in contents.names if i in roots or i not in contents.aliases]
-        self._model = {paths[i]: contents.spec(i) for i in leaves}
+        self._model = {paths[i]: contents.structure.spec(i) for i in leaves}
         self.comes = {paths[i]: comes[roots.get(i, i)] for i in leaves if roots.get(i, i) in comes}
         self.used = {name for route, _, _ in self.comes.values() for name in route.sources}
         self._found: dict[Any, dict[int, Places]] = {}

@@ -351,7 +351,7 @@ def _rows(contents: Contents, found: Fit) -> tuple[Row, ...]:
     """Returns the arrays of a model, ties once."""
     rows = []
     for leaf in contents.stored.values():
-        spec, move = contents.spec(leaf), found.comes.get(leaf)
+        spec, move = contents.structure.spec(leaf), found.comes.get(leaf)
         names, how = (move.route.sources, move.route.how) if move else ((), "")
         if move and len(move.route.targets) > 1:
             how += f", {move.number + 1} of {len(move.route.targets)}"

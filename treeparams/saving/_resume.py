@@ -51,13 +51,13 @@ def with_histories(tree: PyTree, file: File) -> PyTree:
 def _with_histories(state: TrainableState, file: File, path: str) -> TrainableState:
     roles, structure, specs = state.roles, index_of(state.layout).structure, file.specs
     here, there = state_in_words(state), file.words["states"][path]
+    what = f"{file.source.name} does not fit the tree: the state at {path!r} has"
     form, other = _form_in_words(here), _form_in_words(there)
     if form != other:
         names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
         raise ValueError(
-            f"{file.source.name} does not fit the tree: the state at {path!r} has the form {other!r} in the "
-            f"{file.noun}, {form!r} in the tree. A plan converts it:\nstate = saving.plan(model, model).state({names}, "
-            "like=tx.init(model))"
+            f"{what} the form {other!r} in the {file.noun}, {form!r} in the tree. A plan converts it:\n"
+            f"state = saving.plan(model, model).state({names}, like=tx.init(model))"
         )
     known = dict(zip(structure.paths, structure.specs, strict=True))
     together = [(specs_in(each), {history.key for history in histories_in(each)}) for each in (here, there)]
@@ -70,9 +70,8 @@ def _with_histories(state: TrainableState, file: File, path: str) -> TrainableSt
     if shown is None or is_whole:
         ours, theirs = (first_few([path for path, *_ in words["slots"]]) for words in (here, there))
         raise ValueError(
-            f"{file.source.name} does not fit the tree: the state at {path!r} has other histories there, and is not "
-            f"kept leaf by leaf, so it fits only the parameters that it was made for: {theirs} in the {file.noun}, "
-            f"{ours or 'none'} in the tree; begin with tx.init(model)"
+            f"{what} other histories there, and is not kept leaf by leaf, so it fits only the parameters that it was "
+            f"made for: {theirs} in the {file.noun}, {ours or 'none'} in the tree; begin with tx.init(model)"
         )
     whole, start = _tied(state, there), f"{path}." if path else ""
     sides: dict[str, list[History]] = {"runs": [], "held": []}

@@ -26,7 +26,7 @@ from jax.core import Tracer
 
 from .._average import Ema
 from .._files.arrays import Like, as_in_jax, placed, placed_in_turn
-from .._files.names import Names, head_of, is_below, name_of, split_name, with_ties
+from .._files.names import Names, head_of, is_below, name_of, split_name
 from .._files.values import histories_in, specs_in
 from .._forms.states import Copies, Division, Entries, Owners, Piece, Place, entries_of, joined
 from .._slots.layout import index_of, trained_at
@@ -174,7 +174,7 @@ def _histories(movers: Movers, source: Any, fresh: Copies) -> tuple[list[_Before
     aliases = {name_of(alias): name_of(path) for alias, path in aliases.items() if name_of(path) in at}
     own = {name: specs[path] for name, (path, _) in at.items()}
     own |= {alias: own[name] for alias, name in aliases.items()}
-    given = with_ties(movers.source, Names(own, lambda name: at[aliases.get(name, name)], aliases))
+    given = Names(own, lambda name: at[aliases.get(name, name)], aliases).tied_as(movers.source)
     check_given(given, movers.source, movers.source.specs.keys() & given.specs, movers.strict, are_wide=True)
     return histories, given
 
@@ -439,7 +439,7 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
         if head in ("shadow", "rest"):
             at[join_path(entries) if head == "shadow" else unquote(entries[0])] = name
     of_model = Names({name: source.specs[its] for name, its in at.items()}, lambda name: source[at[name]])
-    given = with_ties(movers.source, of_model)
+    given = of_model.tied_as(movers.source)
     check_given(given, movers.source, movers.used, movers.strict, are_wide=True)
 
     def moved(path: str, like: Array) -> Array:

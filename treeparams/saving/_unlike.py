@@ -110,29 +110,22 @@ def _unlike_node(contents: Contents, there: Any, here: Any, at: tuple[str, str],
 
 def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | None:
     """Describes how a leaf of the tree differs from the file's entry of the same name; `None` if it does not."""
-    leaf, said, hint = contents.leaves[i], file.words["values"].get(name), ""
+    leaf, said = contents.leaves[i], file.words["values"].get(name)
     stored, transforms = file.words["ties"].get(name, (name, ""))
-    if i in contents.names and said is None:
-        here, there = contents.spec(i), file.specs[stored]
-        if transforms:
-            return None
-        if here != there:
-            ours, theirs = describe(here), describe(there)
-        elif isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored):
-            ours, theirs = f"{leaf.dtype} of NumPy", str(file.dtype(stored))
-        else:
-            return None
-    elif said is not None and (i in contents.values or _is_scalar_of_numpy(leaf, said)):
-        return None
-    else:
-        theirs = said[0] if said is not None else f"an array {describe(file.specs[stored])}"
-        ours = contents.values[i][0] if i in contents.values else str(contents.structure.values[i])
-        if said is None and i in contents.values:
-            hint = "; write jnp.asarray(...) in the tree"
-        elif i in contents.names:
-            ours = f"an array {describe(contents.spec(i))}"
-            hint = "; eqx.filter_eval_shape keeps Python's numbers" if i in contents.abstract else ""
-    return f"{name!r} is {ours} in the tree, {theirs} in the {file.noun}{hint}"
+    ours, theirs = str(contents.structure.values[i]), describe(file.specs[stored]) if said is None else said[0]
+    is_same, hint = False, ""
+    if i in contents.values:
+        is_same, ours, hint = said is not None, contents.values[i][0], "; write jnp.asarray(...) in the tree"
+    elif i in contents.names and said is not None:
+        is_same, ours = _is_scalar_of_numpy(leaf, said), describe(contents.structure.spec(i))
+        hint = "; eqx.filter_eval_shape keeps Python's numbers" if i in contents.abstract else ""
+    elif i in contents.names:
+        spec = contents.structure.spec(i)
+        is_same, ours = bool(transforms) or spec == file.specs[stored], describe(spec)
+        if is_same and not transforms and isinstance(leaf, np.ndarray):
+            there = file.dtype(stored)
+            is_same, ours, theirs = leaf.dtype == there, f"{leaf.dtype} of NumPy", str(there)
+    return None if is_same else f"{name!r} is {ours} in the tree, {theirs} in the {file.noun}{hint}"
 
 
 def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
