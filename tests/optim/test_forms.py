@@ -73,7 +73,7 @@ BLIND = {  # over a vector, rules of each kind that treats all elements alike
 
 
 @pytest.mark.parametrize(
-    ("form", "name"), [*(("stacks", name) for name in EQUAL), *(("vector", name) for name in BLIND)]
+    ("form", "name"), [*[("stacks", name) for name in EQUAL], *[("vector", name) for name in BLIND]]
 )
 def test_equals_optax_leaf_by_leaf(form, name):
     # A vector has one dtype: what couples leaves would see other digits of a bfloat16 one.

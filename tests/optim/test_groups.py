@@ -136,16 +136,15 @@ def test_a_group_of_frozen_leaves_is_empty_until_they_thaw(where, form):
 @forms
 def test_errors_of_groups(form, without_type_checks):
     one = optax.sgd(1.0)
-    for rules, default, error, match in (
-        ({"b.w": one}, None, ValueError, r"trained, but in no group: 'a', 'b.v'; write optim.groups.*default="),
-        ({"bb": one, "**": one}, None, ValueError, "'bb' selects nothing; nearest: 'b'"),
-        ({("a", "nope"): one}, one, ValueError, "'nope' selects nothing"),
-        ({lambda m: m["a"]: one, lambda m: m["b"]: one}, None, ValueError, "two groups have the same name"),
-        ({"default": one}, one, ValueError, "two groups have the same name"),
-        ({("**", "!bb"): one}, one, ValueError, r"'bb' selects nothing; nearest: 'b'"),
+    for rules, default, match in (
+        ({"b.w": one}, None, r"trained, but in no group: 'a', 'b.v'; write optim.groups.*default="),
+        ({"bb": one, "**": one}, None, "'bb' selects nothing; nearest: 'b'"),
+        ({("a", "nope"): one}, one, "'nope' selects nothing"),
+        ({lambda m: m["a"]: one, lambda m: m["b"]: one}, None, "two groups have the same name"),
+        ({"default": one}, one, "two groups have the same name"),
     ):
         for use in (lambda tx: tx.init(_model()), lambda tx: optim.report(tx, _model())):
-            with pytest.raises(error, match=match):
+            with pytest.raises(ValueError, match=match):
                 use(groups(rules, default, form=form))
 
 
@@ -164,10 +163,6 @@ def test_report(without_type_checks):
     ]
     flat = optim.trainable(sgd(0.1), form="vector")
     assert str(optim.report(flat, {"a": jnp.ones(2)})).splitlines()[1:] == ["a     2      float32  trained"]
-    with pytest.raises(TypeError, match=r"expected optim.trainable\(...\), .*; put the whole chain into optim.tr"):
-        optim.report(optax.adam(0.1), model)
-    with pytest.raises(TypeError, match="expected a model and the state of tx, got dict and dict: write"):
-        optim.report(flat, {"a": jnp.ones(1)}, {})
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -179,10 +174,8 @@ def test_adjust_does_not_retrace_takes_traced_numbers_and_may_be_donated(dtype):
         step(model, optim.adjust(tx.init(model), learning_rate=rate), model)  # one number for two groups, and again
     assert step._cache_size() == 1
     for each, state in ((tx, tx.init(model)), (sgd(0.1), sgd(0.1).init(model))):
-        update = lambda rate, each=each, state=state: each.update(
-            tp.copy(model), optim.adjust(state, learning_rate=rate), model
-        )
-        np.testing.assert_allclose(jax.jit(update)(0.5)[0]["w"].astype(jnp.float32), -0.5)
+        rated = jax.jit(lambda rate, state=state: optim.adjust(state, learning_rate=rate))(0.5)
+        np.testing.assert_allclose(each.update(tp.copy(model), rated, model)[0]["w"].astype(jnp.float32), -0.5)
 
 
 @forms

@@ -10,17 +10,20 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import treeparams as tp
 from treeparams import optim
 
 from ..mistakes import NEAREST, Row, check
+from ..zoo import STACKS, VECTOR
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
 
 
 def plain_step(t: Any) -> object:
-    return optim.step(t.sgd, t.dict, t.sgd.init(t.dict), dict(t.dict))
+    grads = {"w": t.dict["w"], "b": None}  # at which Optax itself fails
+    return optim.step(t.sgd, grads, t.sgd.init(t.dict), t.dict)
 
 
 def plain_step_of_two(t: Any) -> object:
@@ -32,8 +35,18 @@ def filtered(t: Any) -> object:
     return t.tx.init(eqx.filter(t.model, eqx.is_array))  # as Equinox's examples have it
 
 
-def integers(t: Any) -> object:
-    return t.descent.update({"w": jnp.ones((2, 3), int)}, t.descent.init(t.dict), t.dict)
+def updated(t: Any, grads: object) -> object:
+    return t.descent.update(grads, t.descent.init(t.dict), t.dict)
+
+
+def of_nnx(t: Any) -> object:
+    net = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    return nnx.Optimizer(net, t.tx, wrt=nnx.Param).update(net, nnx.grad(lambda net: jnp.sum(net(jnp.ones(2))))(net))
+
+
+def complex_search(t: Any) -> object:
+    search, by = optim.trainable(optax.lbfgs()), {"w": jnp.zeros(2, jnp.complex64)}
+    return search.update(tp.copy(by), search.init(by), by, value=0.0, grad=by, value_fn=lambda model: 0.0)
 
 
 rated = optax.inject_hyperparams(optax.sgd)(0.1)
@@ -43,8 +56,23 @@ def apart(tx: Any) -> optax.GradientTransformation:
     return optax.partition({"x": tx, "y": tx}, {"a": "x", "b": "y"})
 
 
+def within(rate: Any) -> Any:
+    return VECTOR(optax.sgd(rate))
+
+
 def around(wrap: Callable[[Any], optax.GradientTransformation], t: Any) -> object:
     return wrap(t.tx).init({"a": t.x, "b": t.x})
+
+
+def behind(chained: Any) -> Row:
+    """What stands behind `optim.master` in a chain."""
+    words = r"optim.master must be last in a chain.* optim.master\(optax.chain\("
+    return (
+        "behind master",
+        lambda t: optim.trainable(chained).init({"w": t.x.astype("bfloat16"), "b": t.x}),
+        ValueError,
+        words,
+    )
 
 
 def updates_of(t: Any) -> object:
@@ -75,13 +103,22 @@ OPTIM: list[Row] = [
     ("another's state", lambda t: optim.step(t.descent, t.grads, t.state, t.model), ValueError, "pass the other"),
     ("the model as grads", lambda t: optim.step(t.tx, t.model, t.state, t.model), TypeError, r"tp.grad\(loss\)\(mod"),
     ("update of the model", lambda t: t.tx.update(t.tied, t.tx.init(t.tied), t.tied), TypeError, "the model itself"),
-    ("integer grads", integers, TypeError, r"floating .* at 'w', got int32\[2,3\]; .*gradient.astype\(float\)"),
+    ("integer grads", lambda t: updated(t, {"b": jnp.arange(3)}), TypeError, r"floating .* 'b', got int32.*astype"),
     ("the loss as grads", lambda t: t.tx.update(t.x[0, 0], t.state, t.model), ValueError, "got float32.*by restruc"),
     ("value and grads", lambda t: t.tx.update((1.0, t.grads), t.state, t.model), ValueError, "got a tuple of 2.*pass"),
     ("grads of examples", lambda t: t.tx.update({"layers": ({"bias": t.x},)}, t.state, t.model), ValueError, "at 'lay"),
+    ("grads of no leaf", lambda t: updated(t, {"ww": t.x}), ValueError, "at 'ww', where the model has no leaf.*'w'"),
+    ("grads of a shape", lambda t: updated(t, {"w": jnp.ones(3)}), ValueError, r"at 'w', got float32\["),
+    ("True for grads", lambda t: updated(t, True), TypeError, r"expected a tree of gradients, as tp\.grad"),
+    ("3 for grads", lambda t: updated(t, 3), TypeError, r"expected a tree of gradients, as tp\.grad"),
+    ("a complex update", lambda t: optim.apply_updates(t.x, t.x + 0j), TypeError, "expected a real update at"),
+    ("updates elsewhere", lambda t: optim.apply_updates(t.dict, {"x": t.x}), ValueError, "'x', where the model has no"),
+    ("a complex search", complex_search, TypeError, "make two real parameters of 'w'"),
+    ("nnx", of_nnx, ValueError, r"variables of flax.nnx.*nnx.split\(net, nnx.Param, \.\.\.\).*optim.step"),
     ("None for grads", lambda t: t.tx.update(None, t.state, t.model), TypeError, r"as tp.grad\(loss\)\(model\) ret"),
     ("trainable(freeze=)", lambda t: optim.trainable(t.adam, freeze="w"), TypeError, "'freeze'; write trainable=\"!"),
     ("trainable(frozen=)", lambda t: optim.trainable(t.adam, frozen="zeros"), TypeError, 'write missing="zeros"'),
+    ("missing=True", lambda t: optim.trainable(t.sgd, missing=True), ValueError, 'must be None or "zeros", got True'),
     ("to_optax(tx=)", lambda t: optim.to_optax(t.tx, t.state, target=t.x), TypeError, "'target'; write like=..."),
     ("init(grads)", lambda t: t.tx.update(t.grads, t.tx.init(t.grads), t.model), ValueError, OTHER_TREE),
     ("updates first", lambda t: optim.apply_updates({"w": t.x}, t.dict | {"f": len}), ValueError, "model comes first"),
@@ -93,14 +130,22 @@ OPTIM: list[Row] = [
     ("trainable(model, tx)", lambda t: optim.trainable(t.model, t.adam), TypeError, "got MLP; it comes first, as in"),
     ("trainable(tx, model)", lambda t: optim.trainable(t.adam, t.model).init(t.model), TypeError, "MLP itself: write"),
     ("twice", lambda t: optim.trainable(t.tx), ValueError, ONE),
+    ("twice, in a vector", lambda t: VECTOR(t.tx), ValueError, ONE),
+    ("twice, in stacks", lambda t: STACKS(t.tx), ValueError, ONE),
+    ("master around", lambda t: optim.master(t.tx), ValueError, "over models, outermost"),
+    ("master(optax.sgd)", lambda t: optim.master(optax.sgd), TypeError, "call it with its arguments"),
+    ("master: integers", lambda t: optim.master(t.sgd, jnp.int32), TypeError, "expected a floating dtype, got"),
+    ("master: complex", lambda t: optim.master(t.sgd, jnp.complex64), TypeError, "copies of complex parameters are"),
+    ("master: x64", lambda t: optim.master(t.sgd, jnp.float64), ValueError, "float64 need 64 bits: call jax.config.up"),
+    ("master alone", lambda t: optim.master(t.sgd).update(t.x, None), ValueError, r"update\(grads, state, params\)"),
+    behind(optax.chain(optim.master(optax.adam(1e-4)), optax.clip(1e-3))),
+    behind(optax.chain(optax.clip(1.0), optax.chain(optim.master(optax.scale_by_adam()), optax.scale(-1e-4)))),
+    behind(optim.groups({"w": optax.chain(optim.master(optax.sgd(0.1)), optax.scale(0.5))}, default=optax.sgd(0.1))),
+    ("inside a chain", lambda t: optim.trainable(optax.chain(t.adam, t.tx)).init(t.dict), ValueError, ONE),
+    ("inside rates", lambda t: optim.trainable(optax.inject_hyperparams(within)(0.1)).init(t.dict), ValueError, ONE),
     ("two in a chain", lambda t: plain_step_of_two(t), ValueError, f"state is of 2 transformations.*{ONE}"),
     ("a mask around", lambda t: around(lambda tx: optax.masked(tx, {"a": True, "b": False}), t), ValueError, ONE),
-    (
-        "partition in a trace",
-        lambda t: jax.jit(lambda: around(apart, t))(),
-        ValueError,
-        f"optax.partition, is around.*{ONE}",
-    ),
+    ("partition in a trace", lambda t: jax.jit(lambda: around(apart, t))(), ValueError, f"optax.partition, .*{ONE}"),
     ("partition around a tie", lambda t: around(apart, t), ValueError, f"optax.partition, is around.*{ONE}"),
     ("groups of ours", lambda t: optim.trainable(optim.groups({"a": t.tx}, t.sgd)).init({"a": t.x}), ValueError, ONE),
     ("per_leaf around", lambda t: optim.per_leaf(t.tx), ValueError, ONE),
@@ -116,7 +161,18 @@ def grouped(key: object, words: str, **others: Any) -> Row:
     return f"groups: {key if isinstance(key, str) else type(key).__name__}", init, ValueError, words
 
 
+def formed(form: str, right: str) -> Row:
+    """Another word for a form."""
+    words = f'form must be "tree", "vector" or "stacks", got {form!r}; .*{right}'
+    return f"form={form}", lambda t: optim.trainable(t.sgd, form=form), ValueError, words
+
+
 ADAPTED: list[Row] = [
+    formed("flat", "vector"),
+    formed("stacked", "stacks"),
+    formed("ravel", "vector"),
+    formed("partition", "tree"),
+    formed("vectors", "vector"),
     grouped("layer.0", NEAREST),
     grouped(("**", "!layer.0"), NEAREST),
     grouped("!layers.0", r"only excludes; write what to select before it: \['\*\*', '!layers.0'\]"),
@@ -136,6 +192,8 @@ ADAPTED: list[Row] = [
     ("set_trainable: order", lambda t: optim.set_trainable(t.tx, t.model, t.state), ValueError, "order: tx, state"),
     ("set_trainable: plain", lambda t: optim.set_trainable(t.sgd, t.state, t.model), TypeError, "whole chain into opt"),
     ("set_trainable: a part", lambda t: optim.set_trainable(t.tx, t.state, t.params), ValueError, OTHER_TREE),
+    ("report: plain", lambda t: optim.report(t.adam, t.dict), TypeError, "optim.trainable.*; put the whole chain"),
+    ("report: a dict", lambda t: optim.report(t.tx, t.dict, {}), TypeError, "state of tx, got dict and dict: write"),
     ("report(tx, state)", lambda t: optim.report(t.tx, t.state), TypeError, r"optim.report\(tx, model, state\)"),
 ]
 
