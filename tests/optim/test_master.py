@@ -1,5 +1,6 @@
 """Wide copies of narrow parameters: each parameter is its copy rounded, and the copies train as Optax trains them."""
 
+import dataclasses
 import pickle
 import warnings
 
@@ -385,13 +386,16 @@ def test_rows_that_wait_and_missing_gradients_are_no_steps_and_an_ensemble_count
     assert states.stuck == "1 of 1 leaves stuck for 4 steps: k (bfloat16)"
 
 
-def test_the_count_is_saved(tmp_path):
+def test_the_count_is_saved_and_files_without_it_load_with_zeros(tmp_path):
     tx = optim.trainable(SLOW)
     model, state = _run(tx, _narrow(), 5)
     fresh = {"state": tx.init(model)}
     saving.save(tmp_path / "run", {"state": state})
     for like in (fresh, jax.eval_shape(lambda: fresh), jax.tree.map(np.asarray, fresh)):
         assert saving.load(tmp_path / "run", like)["state"].stuck == state.stuck
+        saving.save(tmp_path / "before", {"state": dataclasses.replace(state, still=())})
+        loaded = saving.load(tmp_path / "before", like)["state"]
+        assert_same((loaded.still, loaded.runs), (np.zeros(3, np.int32), state.runs))
     carried = saving.plan(model, model).state(state, like=fresh["state"])
     assert_same((carried.runs, carried.still), (state.runs, jnp.zeros(3, jnp.int32)))
     assert pickle.loads(pickle.dumps(state)).stuck == state.stuck
