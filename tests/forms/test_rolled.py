@@ -17,6 +17,7 @@ import treeparams as tp
 from ..long import some
 
 WIDTH = 4
+WEIGHTS, X = np.linspace(-1, 1, 36, dtype=np.float32).reshape(4, 3, 3), np.ones(3, np.float32)
 
 
 class Layer(eqx.Module):
@@ -130,7 +131,7 @@ def test_so_many_layers_take_as_many_operations_as_few():
 
 
 def test_what_each_layer_gives_can_be_kept():
-    weights = jnp.linspace(-1, 1, 45).reshape(5, 3, 3)
+    weights = np.linspace(-1, 1, 45, dtype=np.float32).reshape(5, 3, 3)
 
     def hidden(weights, x, scale):
         found = []
@@ -139,27 +140,25 @@ def test_what_each_layer_gives_can_be_kept():
             found.append(x)
         return {"all": jnp.stack(found), "third": found[2], "name": "tanh"}, x
 
-    args = weights, jnp.ones(3), 2
-    found, expected = tp.rolled(hidden)(*args), hidden(*args)
+    gradient = lambda f: jax.grad(lambda weights, *args: jnp.sum(f(weights, *args)[0]["all"] ** 2))
+    both = lambda f: eqx.filter_jit(lambda *args: (f(*args), gradient(f)(*args)))(weights, X, 2)
+    (found, in_weights), (expected, wanted) = both(tp.rolled(hidden)), both(hidden)
     assert found[0].pop("name") == expected[0].pop("name")
-    close(found, expected)
-    gradient = lambda f: jax.grad(lambda weights: jnp.sum(f(weights, jnp.ones(3), 2)[0]["all"] ** 2))(weights)
-    close(gradient(tp.rolled(hidden)), gradient(hidden))
+    close((found, in_weights), (expected, wanted))
 
 
 # A dictionary sorts its keys, so `layer_7` comes behind `layer_10`.
 @pytest.mark.parametrize("rows", [(0, 3, 6, 9), (0, 1, 4, 5, 2, 3)], ids=str)
 def test_rows_in_any_order(rows):
-    weights = jnp.linspace(-1, 1, 90).reshape(10, 3, 3)[: max(rows) + 1]
+    weights = np.linspace(-1, 1, 90, dtype=np.float32).reshape(10, 3, 3)[: max(rows) + 1]
 
     def chain(weights, x):
         for row in rows:
             x = jnp.sin(weights[row] @ x) + jnp.cos(weights[row] @ x) * jnp.exp(-x) + 0.5 * x
         return jnp.sum(x) + weights[0, 0, 0]
 
-    args = weights, jnp.ones(3)
-    assert products(tp.rolled(chain), *args) < products(chain, *args)
-    each = lambda f: jax.jit(jax.vmap(jax.value_and_grad(f), (0, None)))(jnp.stack([weights, 2 * weights]), args[1])
+    assert products(tp.rolled(chain), weights, X) < products(chain, weights, X)
+    each = lambda f: jax.jit(jax.vmap(jax.value_and_grad(f), (0, None)))(np.stack([weights, 2 * weights]), X)
     close(each(tp.rolled(chain)), each(chain))
 
 
@@ -200,12 +199,11 @@ def with_rules(limits, rule=clipped):
 
 @pytest.mark.parametrize("rule", [clipped, scaled_back])
 def test_rules_of_derivatives_are_compared(rule):
-    args = jnp.linspace(-1, 1, 36).reshape(4, 3, 3), jnp.ones(3)
     same, different = with_rules([0.5] * 4, rule), with_rules([0.1, 0.2, 0.3, 0.4], rule)
-    assert products(tp.rolled(same), *args) < products(same, *args)
+    assert products(tp.rolled(same), WEIGHTS, X) < products(same, WEIGHTS, X)
     with pytest.warns(UserWarning, match="there are no equal layers in sequence"):
-        found = jax.grad(tp.rolled(different))(*args)
-    assert_allclose(found, jax.grad(different)(*args))
+        found = jax.jit(jax.grad(tp.rolled(different)))(WEIGHTS, X)
+    assert_allclose(found, jax.jit(jax.grad(different))(WEIGHTS, X), rtol=1e-6)
 
 
 def printing(weights, x):
@@ -238,26 +236,25 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_it_says_why_nothing_is_rolled(name, capfd):
     function, words = LEFT[name]
-    weights, x = jnp.linspace(-1, 1, 36).reshape(4, 3, 3), jnp.ones(3)
     with pytest.warns(UserWarning, match="tp.rolled found no loop.*" + words):
-        found = tp.rolled(function)(weights, x)
-    assert_allclose(found, function(weights, x), rtol=1e-6)
+        found = jax.jit(tp.rolled(function))(WEIGHTS, X)
+    assert_allclose(found, jax.jit(function)(WEIGHTS, X), rtol=1e-6)
 
 
 def test_a_carry_of_several_arrays():
-    args = jnp.linspace(-1, 1, 54).reshape(6, 3, 3), jnp.ones(3)
+    args = np.linspace(-1, 1, 54, dtype=np.float32).reshape(6, 3, 3), X
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = jax.grad(tp.rolled(two_before))(*args)
-    close(found, jax.grad(two_before)(*args))
+        found = jax.jit(jax.grad(tp.rolled(two_before)))(*args)
+    close(found, jax.jit(jax.grad(two_before))(*args))
 
 
 def test_parameters_in_a_vector_stay_in_their_loop():
-    vector, restructure = tp.ravel(list(jnp.linspace(-1, 1, 36).reshape(4, 3, 3)))
-    loss = lambda vector: with_rules([0.5] * 4)(restructure(vector), jnp.ones(3))
+    vector, restructure = tp.ravel(list(WEIGHTS))
+    loss = lambda vector: with_rules([0.5] * 4)(restructure(vector), X)
     with pytest.warns(UserWarning, match="parameters come from a vector.* take tp.stack"):
-        found = tp.rolled(loss)(vector)
-    assert_allclose(found, loss(vector))
+        found = jax.jit(tp.rolled(loss))(vector)
+    assert_allclose(found, jax.jit(loss)(vector), rtol=1e-6)
 
 
 # -- Keys, and random nets: the same as the function, or the function unchanged with a warning -------------------------

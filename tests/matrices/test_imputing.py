@@ -82,10 +82,10 @@ def test_where_nothing_is_missing_it_is_the_plain_product_bit_for_bit(kind: str)
 
 def test_of_no_inputs_nothing_is_missing_unless_a_mask_says_so():
     weight, x = matrices.PostImputing(normal(0, 2, 0), put(5, 6)), normal(0, 0, 3)
-    assert_same(weight @ x, np.zeros((2, 3), np.float32))
-    masked = weight.matmul(x, missing=np.array([False, True, False]))
-    assert_same(masked, np.array([[0, 5, 0], [0, 6, 0]], np.float32))
-    assert_same(matrices.PreImputing(normal(0, 2, 0), normal(0, 0)) @ normal(0, 0), np.zeros(2, np.float32))
+    pre, missing = matrices.PreImputing(normal(0, 2, 0), normal(0, 0)), np.array([False, True, False])
+    products = jax.jit(lambda weight, x, pre, empty: (weight @ x, weight.matmul(x, missing=missing), pre @ empty))
+    want = np.zeros((2, 3), np.float32), np.array([[0, 5, 0], [0, 6, 0]], np.float32), np.zeros(2, np.float32)
+    assert_same(products(weight, x, pre, normal(0, 0)), want, identity=False)
 
 
 @by_kind

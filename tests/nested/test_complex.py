@@ -26,8 +26,8 @@ def close(got, want, tolerance=1e-10):
 
 
 def complex_ramp(*shape, dtype=jnp.complex128, start=0.3):
-    values = ramp(*shape, dtype=np.float64, start=start)
-    return jax.lax.complex(values, jnp.cos(3 * values)).astype(dtype)
+    values = np.asarray(ramp(*shape, dtype=np.float64, start=start))
+    return jax.device_put((values + 1j * np.cos(3 * values)).astype(dtype))
 
 
 class Wave(eqx.Module):
@@ -80,7 +80,7 @@ def test_products_and_matrices_are_those_over_the_real_vector(name):
         model = restructure(real)
         return real, complex_form.ravel(model), tp.partition(model, layout)[0]
 
-    direction = jnp.sin(jnp.arange(1.0, len(vector) + 1))
+    direction = np.sin(np.arange(1.0, len(vector) + 1))
 
     @jax.jit
     def run(vector, direction):
@@ -102,11 +102,11 @@ def test_products_and_matrices_are_those_over_the_real_vector(name):
 
     got = run(vector, direction)
     tolerance = 1e-4 if "single" in name else 1e-10
-    damped = got["hessian"] + 0.5 * jnp.eye(len(vector))
+    damped = got["hessian"] + 0.5 * np.eye(len(vector))
     close(got["matrix"], got["hessian"], tolerance)
     close(got["matrix"], got["matrix"].T, tolerance)
     for key, matrix in {"products": got["hessian"], "by operator": damped, "by ggn": got["gauss newton"]}.items():
-        want = forms(matrix @ direction)
+        want = forms(jnp.asarray(np.asarray(matrix) @ direction))
         for i, product in got[key].items():
             close(product, want[i], tolerance)
 
@@ -134,12 +134,12 @@ def problem():
     """A model, its damped operator, that as a matrix, and a right side in reals, as a complex vector and as a tree."""
     with enable_x64(True):
         model = {"x": ramp(2, dtype=np.float64), "z": complex_ramp(2)}
-        form, restructure, right = tp.ravel(model)[1], nested.real_vector(model)[1], jnp.arange(1.0, 7.0)
+        form, restructure, right = tp.ravel(model)[1], nested.real_vector(model)[1], np.arange(1.0, 7.0)
 
         @jax.jit
         def run(model):
             operator = nested.ggn_operator(outputs, energy, damping=50.0)(model, 0.1)
-            rights = right, form.ravel(restructure(right)), restructure(right)
+            rights = jnp.asarray(right), form.ravel(restructure(right)), restructure(right)
             return model, operator, operator @ jnp.eye(6), rights
 
         return run(model)
@@ -150,13 +150,13 @@ def test_conjugate_gradients_take_real_and_complex_vectors(problem):
     assert np.linalg.eigvalsh(matrix)[0] > 49
     solve = lambda right: jax.scipy.sparse.linalg.cg(operator, right, tol=1e-13)[0]
     found = jax.jit(lambda *rights: list(map(solve, rights)))(*rights[:2])
-    want = jnp.asarray(np.linalg.solve(matrix, rights[0]))
+    want = jax.device_put(np.linalg.solve(matrix, rights[0]))
     close(found, [want, tp.ravel(model)[1].ravel(nested.real_vector(model)[1](want))], 1e-9)
 
 
 def test_vectors_and_matrices_are_multiplied(problem):
     _, operator, matrix, (real, compl, _) = problem
-    close(matrix, matrix.T, 1e-12)
+    close(np.asarray(matrix), np.asarray(matrix).T, 1e-12)
     assert (operator @ np.ones((6, 0))).shape == (6, 0)
     some = np.cos(np.arange(24.0)).reshape(6, 4)
 
@@ -166,7 +166,8 @@ def test_vectors_and_matrices_are_multiplied(problem):
         return products, operator(compl), operator.diagonal(chunk=4)
 
     products, of_complex, diagonal = run(operator)
-    close(products, (matrix @ real, matrix @ some, jnp.stack([of_complex, 2 * of_complex], 1)))
+    entries, of_complex = np.asarray(matrix), np.asarray(of_complex)
+    close(products, (entries @ np.asarray(real), entries @ some, np.stack([of_complex, 2 * of_complex], 1)))
     close(diagonal, np.diag(matrix))
 
 
@@ -183,7 +184,7 @@ def test_lineax_solves_with_an_operator(problem):
         positive = operator.as_lineax(lx.positive_semidefinite_tag)
         return operator.as_lineax().mv(right), lx.linear_solve(positive, right, lx.CG(1e-12, 1e-12)).value
 
-    close(run(operator, right), (jnp.asarray(matrix @ right), jnp.asarray(np.linalg.solve(matrix, right))), 1e-9)
+    close(run(operator, right), (np.asarray(matrix) @ np.asarray(right), np.linalg.solve(matrix, right)), 1e-9)
     frozen = nested.hessian_operator(lambda model: 1.0, tp.layout({"x": ramp(3)}, freeze="x"))({"x": ramp(3)})
     assert frozen.diagonal().shape == (0,)
 

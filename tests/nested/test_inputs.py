@@ -175,15 +175,21 @@ def test_inputs_may_be_trees_or_complex():
     f = lambda model, x: model["k"] * x["q"] @ x["p"][0] ** 2
     model = {"k": jnp.array(2.0)}
     x = {"q": jnp.array([1.0, 2.0]), "p": (jnp.array([3.0, -1.0]), None)}
-    got = nested.input_gradient(f)(model, x)
-    assert_close(got, {"q": 2 * x["p"][0] ** 2, "p": (4 * x["q"] * x["p"][0], None)})
-    loss = lambda model: jnp.sum(nested.input_gradient(f)(model, x)["q"])
-    np.testing.assert_allclose(tp.grad(loss)(model)["k"], 10.0)
-
     square = lambda w, z: jnp.sum(jnp.abs(w * z) ** 2)
     w, z = jnp.array([1 + 2j, 0.5]), jnp.array([1 - 1j, 2j])
-    both = lambda of: (of(w, z), jax.grad(lambda w: jnp.sum(jnp.abs(of(w, z)) ** 2))(w))
-    assert_close(*map(both, (nested.input_gradient(square), jax.grad(square, 1))), 1e-5)
+
+    @jax.jit
+    def run(model, x, w, z):
+        loss = lambda model: jnp.sum(nested.input_gradient(f)(model, x)["q"])
+        both = lambda of: (of(w, z), jax.grad(lambda w: jnp.sum(jnp.abs(of(w, z)) ** 2))(w))
+        complex_ones = list(map(both, (nested.input_gradient(square), jax.grad(square, 1))))
+        return nested.input_gradient(f)(model, x), tp.grad(loss)(model)["k"], complex_ones
+
+    got, in_k, complex_ones = run(model, x, w, z)
+    q, p = np.asarray(x["q"]), np.asarray(x["p"][0])
+    assert_close(got, {"q": 2 * p**2, "p": (4 * q * p, None)})
+    np.testing.assert_allclose(in_k, 10.0)
+    assert_close(*complex_ones, 1e-5)
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -239,7 +245,7 @@ XS = jax.device_put(np.random.default_rng(1).normal(size=(7, 3)).astype(np.float
 
 def of_batch(f, model=None, batched=True, **options):
     """The Jacobian of each sample, for f of the samples alone or of the model too."""
-    of = f if model is not None else lambda _, x: f(x)
+    of = tp.jit(f if model is not None else lambda _, x: f(x))
     return lambda *args: nested.input_jacobian(of, batched=batched, **options)(model, *args)
 
 
@@ -263,15 +269,15 @@ def test_it_is_the_jacobian_of_each_sample(outputs):
 def test_batches_of_any_shape_and_rule():
     f = jax.custom_vjp(lambda x: x**2)
     f.defvjp(lambda x: (x**2, x), lambda x, g: (2 * x * g,))
-    np.testing.assert_allclose(of_batch(lambda x: jnp.sum(f(x), 1))(XS), 2 * XS, 1e-6)  # backward alone
+    np.testing.assert_allclose(of_batch(lambda x: jnp.sum(f(x), 1))(XS), 2 * np.asarray(XS), 1e-6)  # backward alone
     assert of_batch(lambda x: x**2, batched="check")(XS[:0]).shape == (0, 3, 3)
     assert of_batch(lambda x: jnp.sum(x, axis=1))(XS[:0]).shape == (0, 3)
 
     of_many = lambda w, x, scale: scale * jnp.einsum("bij,jk->bikj", jnp.sin(x), w)
-    w, x = jnp.ones((4, 2)), jax.random.normal(jax.random.key(0), (2, 3, 4))
-    got = jax.jit(of_batch(of_many, w))(x, 2.0)
+    w, x = np.ones((4, 2), np.float32), np.cos(np.arange(24, dtype=np.float32)).reshape(2, 3, 4)
+    by_hand = jax.vmap(jax.jacrev(lambda x: of_many(w, x[None], 2.0)[0]))
+    got, want = jax.jit(lambda x: (of_batch(of_many, w)(x, 2.0), by_hand(x)))(x)
     assert got.shape == (2, 3, 2, 4, 3, 4)
-    want = jax.jit(jax.vmap(jax.jacrev(lambda x: of_many(w, x[None], 2.0)[0])))(x)
     np.testing.assert_allclose(got, want, 1e-5, 1e-6)
 
 
@@ -297,11 +303,12 @@ def test_what_mixes_samples_is_found_out(f):
 
 
 def test_mixing_is_seen_sample_by_sample_and_in_every_dtype():
-    large = jnp.array([1e5, 1.0, 1.0, 1.0]).reshape(4, 1)
-    slightly = lambda x: large * x + jnp.array([0.0, 0.02, 0.0, 0.0]).reshape(4, 1) * x[2:3]
+    large, small = np.array([[1e5], [1], [1], [1]], np.float32), np.array([[0], [0.02], [0], [0]], np.float32)
+    slightly = lambda x: large * x + small * x[2:3]
     with pytest.raises(ValueError, match="sample 1 with others"):
         of_batch(slightly, batched="check")(jnp.ones((4, 3)))
-    of_batch(lambda w, x: jnp.tanh(x @ w.T), jnp.cos(XS).astype(jnp.bfloat16), "check")(XS.astype(jnp.bfloat16))
+    narrow = jax.device_put(np.asarray(XS).astype(jnp.bfloat16))
+    of_batch(lambda w, x: jnp.tanh(x @ w.T), narrow, "check")(narrow)
     of_batch(lambda x: jnp.tanh(x) * jnp.float16(1e-5), batched="check")(jnp.ones((3, 3), jnp.float16))  # subnormal
 
 
