@@ -208,9 +208,8 @@ def test_a_rule_is_traced_once_for_all_histories_and_a_step_once_per_choice():
     assert compiled._cache_size() == 2
 
 
-@forms
-def test_in_the_state_of_a_wrapper(form):
-    tx, grads = made(form, MOMENTUM), _ones(_pair())
+def test_in_the_state_of_a_wrapper():
+    tx, grads = made(optim.trainable, MOMENTUM), _ones(_pair())
     model, state = optim.step(tx, grads, tx.init(_pair()), _pair())
     some = grads | {"b": None}  # apply_if_finite compares its structure with that of the updates
     want, _ = optim.step(tx, some, optim.set_trainable(tx, state, model, "a"), model)
