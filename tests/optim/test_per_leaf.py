@@ -75,42 +75,32 @@ def test_equals_optax_over_the_leaves(name):
 # -- What it refuses ---------------------------------------------------------------------------------------------------
 
 _mask = {key: len(shape) > 2 for key, shape in SHAPES.items()}
-REFUSED = {
-    "a model": (lambda: optim.trainable(optax.sgd(0.1)), "use one transformation over models, outermost"),
-    "a model within": (lambda: optax.chain(optim.trainable(optax.sgd(0.1), form="vector")), "use one transformation"),
-    "groups": (
-        lambda: optim.groups({"**": optax.sgd(0.1)}),
-        r"groups selects by path.*write optim.groups\({'layers.0'",
-    ),
-    "a mask": (lambda: optax.adamw(0.1, mask=_mask), r"init fails there \(.*mask=lambda params: jax.tree.map\("),
-    "labels": (
-        lambda: optax.partition({True: optax.sgd(0.1), False: optax.adam(0.1)}, _mask),
-        "give them as functions",
-    ),
-}
+OF_ROWS, UNKNOWN = optim.per_leaf(optax.sgd(0.1, momentum=0.9)), {"a": np.ones(2, np.float32)}
+REFUSED = [  # call, kind of error, words; of a rule what its `init` says over rows
+    (lambda: optim.trainable(optax.sgd(0.1)), ValueError, "use one transformation over models, outermost"),
+    (lambda: optax.chain(optim.trainable(optax.sgd(0.1))), ValueError, "use one transformation"),
+    (lambda: optim.groups({"**": optax.sgd(0.1)}), ValueError, r"groups selects by path.*optim.groups\({'layers.0'"),
+    (lambda: optax.adamw(0.1, mask=_mask), ValueError, r"init fails there \(.*mask=lambda params: jax.tree.map\("),
+    (lambda: optax.partition({True: optax.sgd(0.1), False: optax.adam(0.1)}, _mask), ValueError, "as functions"),
+    *[
+        (
+            lambda n=n: optim.per_leaf(optax.sgd(0.1), at_once=n),
+            ValueError,
+            "at_once must be a whole .*, at least 1, got",
+        )
+        for n in (0, 1.5, True)
+    ],
+    (lambda: optax.sgd, TypeError, "expected an Optax transformation, got sgd; call it"),
+    (lambda: OF_ROWS.update(_stacks(), (), _stacks()), TypeError, "state that init or the last.* returned, got tuple"),
+    (lambda: OF_ROWS.update(UNKNOWN, OF_ROWS.init(_stacks())), ValueError, "Dict key mismatch"),
+    (lambda: OF_ROWS.init({"b": ramp()}), ValueError, r"leading axis for rows, as of tp.stack, and got float32\[\]"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_what_goes_by_a_model(name):
-    make, match = REFUSED[name]
-    with pytest.raises(ValueError, match=match):
+@pytest.mark.parametrize(("make", "error", "words"), REFUSED)
+def test_what_is_refused(make, error, words, without_type_checks):
+    with pytest.raises(error, match=words):
         optim.per_leaf(make()).init(_stacks())
-
-
-@pytest.mark.usefixtures("without_type_checks")
-def test_refuses_wrong_arguments():
-    for at_once in (0, 1.5, True):
-        with pytest.raises(ValueError, match="at_once must be a whole number of rows, at least 1, got"):
-            optim.per_leaf(optax.sgd(0.1), at_once=at_once)
-    with pytest.raises(TypeError, match="expected an Optax transformation, got sgd; call it"):
-        optim.per_leaf(optax.sgd)
-    tx = optim.per_leaf(optax.sgd(0.1, momentum=0.9))
-    with pytest.raises(TypeError, match="expected the state that init or the last update returned, got tuple"):
-        tx.update(_stacks(), (), _stacks())
-    with pytest.raises(ValueError, match=r"Dict key mismatch"):
-        tx.update({"a": jnp.ones(2)}, tx.init(_stacks()))
-    with pytest.raises(ValueError, match=r"leading axis for rows, as of tp.stack, and got float32\[\]"):
-        tx.init({"b": ramp()})
 
 
 def test_extra_arguments_go_to_every_row_and_may_be_needed_to_tell():
@@ -268,60 +258,33 @@ def test_refuses_what_couples_leaves(name):
         optim.per_leaf(make()).init({"float32[4,3]": jnp.ones((2, 4, 3)), "float32[5]": jnp.ones((3, 5))})
 
 
+# Branches, loops and programs within programs are those of tests/test_reached.py: here is what a rule alone has.
+
+
 def _of_pairs(f):
-    """A rule of `f(a, b, count) -> (a, b)` over two leaves."""
-    update = lambda grads, count, params=None: ([*f(*grads, count)], count + 1)
-    rule = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
-    return optax.with_extra_args_support(rule)
+    """A rule of `f(a, b) -> (a, b)` over two leaves."""
+    return lambda params: (), lambda grads, state, params: ([*f(*grads)], state)
 
 
-def _exchanged(a, b):
-    return a * jnp.sum(b), b * jnp.sum(a)
-
-
-def _apart(a, b):
-    return 2 * a, b + jnp.sum(b)
-
-
-WITHIN = {
-    "jit": lambda f: lambda a, b, n: jax.jit(f)(a, b),
-    "checkpoint": lambda f: lambda a, b, n: jax.checkpoint(f)(a, b),
-    "cond": lambda f: lambda a, b, n: jax.lax.cond(n > 0, f, _apart, a, b),
-    "scan": lambda f: lambda a, b, n: jax.lax.scan(lambda c, _: (f(*c), None), (a, b), length=3)[0],
-    "scan over": lambda f: lambda a, b, n: jax.lax.scan(lambda c, x: (c, f(*x)), n, (a[None], b[None]))[1],
-    "while": lambda f: lambda a, b, n: jax.lax.fori_loop(0, n, lambda _, c: f(*c), (a, b)),
-}
-
-
-def _late(a, b, n):  # in the second round b is what a was in the first
-    return jax.lax.scan(lambda c, _: ((c[0], c[1] + c[2], c[0]), None), (a, b, jnp.zeros_like(a)), length=2)[0][:2]
-
-
-def _until(a, b, n):
+def _until(a, b):
     return jax.lax.while_loop(lambda c: jnp.sum(c[0]) < 9, lambda c: (c[0] + 1, 2 * c[1]), (a, b))
 
 
-HIDDEN = {
-    "a branch by the value of the other": lambda a, b, n: jax.lax.cond(a[0] > 0, _apart, lambda a, b: (a, b), a, b),
-    "as long as the other is small": _until,
-    "in the second round": _late,
-    "an operation of which nothing is known": lambda a, b, n: jax.lax.sort([a, b], num_keys=1),
-}
+def _by_value(a, b):
+    return jax.lax.cond(a[0] > 0, lambda a, b: (2 * a, b + jnp.sum(b)), lambda a, b: (a, b), a, b)
+
+
 _times = lambda grads, others: [grad * other for grad, other in zip(grads, others[::-1], strict=True)]
-WAYS = {
+HIDDEN = {
+    "a branch by the value of the other": _of_pairs(_by_value),
+    "as long as the other is small": _of_pairs(_until),
+    "an operation of which nothing is known": _of_pairs(lambda a, b: jax.lax.sort([a, b], num_keys=1)),
     "gradients, a step later": (lambda p: [*map(jnp.zeros_like, p)], lambda grads, last, params: (last, grads[::-1])),
     "parameters": (lambda params: (), lambda grads, state, params: (_times(grads, params), state)),
     "where the parameters began": (lambda params: params, lambda grads, start, params: (_times(grads, start), start)),
 }
 
 
-HIDDEN |= {name: within(_exchanged) for name, within in WITHIN.items()}
-RULES_OF_PAIRS = {name: _of_pairs(f) for name, f in HIDDEN.items()} | {
-    name: optax.with_extra_args_support(optax.GradientTransformation(*way)) for name, way in WAYS.items()
-}
-
-
-@pytest.mark.parametrize("name", RULES_OF_PAIRS)
-def test_finds_what_couples_wherever_it_is_hidden(name):
-    assert coupling(RULES_OF_PAIRS[name], LEAF, {}) == UPDATE
-    assert name not in WITHIN or coupling(_of_pairs(WITHIN[name](_apart)), LEAF, {}) == ""
+@pytest.mark.parametrize("way", HIDDEN.values(), ids=HIDDEN)
+def test_finds_what_couples_wherever_it_is_hidden(way):
+    assert coupling(optax.with_extra_args_support(optax.GradientTransformation(*way)), LEAF, {}) == UPDATE

@@ -50,9 +50,7 @@ ELEMENT_WISE = {
 }
 late = {"should_transform_fn": lambda step: step >= 3}
 clipped = optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1))
-RIGHT = {
-    "an estimate": contrib.prodigy(0.1),
-    "a second iterate": contrib.schedule_free_adamw(0.1),
+RIGHT = ELEMENT_WISE | {
     "memory": optax.lbfgs(0.1, memory_size=2, linesearch=None),
     "momentum": optax.sgd(optax.linear_schedule(0.1, 0.0, 3), momentum=0.9, nesterov=True),
     "injected": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0.0, 3)),
@@ -75,11 +73,6 @@ RIGHT = {
         lambda leaf, leaves: leaf / jnp.sqrt(sum(jnp.sum(x**2) for x in leaves) / sum(x.size for x in leaves))
     ),
 }
-
-
-@pytest.mark.parametrize("name", ELEMENT_WISE)
-def test_takes_the_rules_of_optax(name):
-    jax.eval_shape(optim.trainable(ELEMENT_WISE[name], form="vector").init, MODEL)
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -137,12 +130,11 @@ def test_refuses_what_looks_at_leaves_whatever_the_numbers(name):
                 jax.eval_shape(form(WRONG[name]).init, model)
 
 
-@forms
-def test_a_rule_that_looks_at_long_axes_is_right_for_short_ones(form):
+def test_a_rule_that_looks_at_long_axes_is_right_for_short_ones():
     centred = lambda leaf: leaf - jnp.mean(leaf, 0, keepdims=True)
     rule = _of_leaves(lambda leaf, leaves: centred(leaf) if leaf.ndim > 1 and leaf.shape[-1] > 8 else leaf)
-    tx, short, long = form(rule), {"a": jnp.ones((3, 4)), "b": jnp.ones(4)}, {"c": jnp.ones((9, 9))}
-    state = form(rule, "[ab]").init(short | long)
+    tx, short, long = VECTOR(rule), {"a": jnp.ones((3, 4)), "b": jnp.ones(4)}, {"c": jnp.ones((9, 9))}
+    state = VECTOR(rule, "[ab]").init(short | long)
     tx.init(short)
     for call in (
         lambda: tx.init(short | long | {"d": jnp.ones((9, 9))}),
@@ -159,9 +151,8 @@ def test_norms_of_leaves_are_refused_under_a_traced_rate_and_what_is_right_is_no
         return optim.step(tx, tp.copy(MODEL), tx.init(MODEL), MODEL)[0]["c"]
 
     momentum = functools.partial(after, functools.partial(optax.sgd, momentum=0.9))
-    for transform in (jax.vmap, jax.jit):
-        with pytest.raises(ValueError, match=SHAPES):
-            transform(functools.partial(after, optax.lamb))(jnp.ones(3) if transform is jax.vmap else jnp.ones(()))
+    with pytest.raises(ValueError, match=SHAPES):
+        jax.vmap(functools.partial(after, optax.lamb))(np.ones(3, np.float32))
     rates = np.float32([0.5, 0.25])
     np.testing.assert_allclose(jax.jit(jax.vmap(momentum))(rates), 1 - rates)
     np.testing.assert_allclose(jax.grad(momentum)(0.5), -1.0)
@@ -193,20 +184,16 @@ BY_NAME = {
 @pytest.mark.parametrize("name", BY_NAME)
 def test_refuses_what_goes_by_names(name):
     form = VECTOR if name in ("update", "groups") else STACKS
-    with pytest.raises(ValueError, match=SHAPES):
-        form(BY_NAME[name]).init(MODEL)
+    many = {"layers": [{"w": np.ones(2, np.float32), "bias": np.ones(2, np.float32)} for _ in range(20)]}
+    cases = [(form, MODEL)] + [(VECTOR, many), (STACKS, many)] * (name == "update")  # numbers make two names of one
+    for each, model in cases:
+        with pytest.raises(ValueError, match=SHAPES):
+            each(BY_NAME[name]).init(model)
     if name == "a mask":  # a name that the model does not have makes no difference, until one has it
         tx, others = form(BY_NAME[name]), {"a": jnp.ones((3, 4)), "c": [jnp.ones(4), jnp.ones(4)]}
         tx.init(others)
         with pytest.raises(ValueError, match=SHAPES):
             tx.init(others | {"bias": [jnp.ones(4), jnp.ones(4)]})
-
-
-@forms
-def test_of_many_names_those_that_differ_in_a_number_are_two(form):
-    model = {"layers": [{"w": jnp.ones(2), "bias": jnp.ones(2)} for _ in range(20)]}
-    with pytest.raises(ValueError, match=SHAPES):
-        form(BY_NAME["update"]).init(model)
 
 
 def test_rows_within_are_known_to_be_right_but_not_what_goes_into_them():

@@ -230,7 +230,7 @@ def test_extra_arguments_reach_what_is_within_multisteps():
         assert_close(updates, jax.tree.map(lambda leaf: -0.1 * leaf, model))
 
 
-# -- Two boundaries, other states --------------------------------------------------------------------------------------
+# -- Other states ------------------------------------------------------------------------------------------------------
 
 
 def test_the_state_of_another_rule_is_refused():
