@@ -130,11 +130,12 @@ def test_refuses_what_looks_at_leaves_whatever_the_numbers(name):
                 jax.eval_shape(form(WRONG[name]).init, model)
 
 
-def test_a_rule_that_looks_at_long_axes_is_right_for_short_ones():
+@forms
+def test_a_rule_that_looks_at_long_axes_is_right_for_short_ones(form):
     centred = lambda leaf: leaf - jnp.mean(leaf, 0, keepdims=True)
     rule = _of_leaves(lambda leaf, leaves: centred(leaf) if leaf.ndim > 1 and leaf.shape[-1] > 8 else leaf)
-    tx, short, long = VECTOR(rule), {"a": jnp.ones((3, 4)), "b": jnp.ones(4)}, {"c": jnp.ones((9, 9))}
-    state = VECTOR(rule, "[ab]").init(short | long)
+    tx, short, long = form(rule), {"a": jnp.ones((3, 4)), "b": jnp.ones(4)}, {"c": jnp.ones((9, 9))}
+    state = form(rule, "[ab]").init(short | long)
     tx.init(short)
     for call in (
         lambda: tx.init(short | long | {"d": jnp.ones((9, 9))}),
@@ -151,8 +152,9 @@ def test_norms_of_leaves_are_refused_under_a_traced_rate_and_what_is_right_is_no
         return optim.step(tx, tp.copy(MODEL), tx.init(MODEL), MODEL)[0]["c"]
 
     momentum = functools.partial(after, functools.partial(optax.sgd, momentum=0.9))
-    with pytest.raises(ValueError, match=SHAPES):
-        jax.vmap(functools.partial(after, optax.lamb))(np.ones(3, np.float32))
+    for transform, rate in ((jax.vmap, np.ones(3, np.float32)), (jax.jit, np.float32(1))):
+        with pytest.raises(ValueError, match=SHAPES):
+            transform(functools.partial(after, optax.lamb))(rate)
     rates = np.float32([0.5, 0.25])
     np.testing.assert_allclose(jax.jit(jax.vmap(momentum))(rates), 1 - rates)
     np.testing.assert_allclose(jax.grad(momentum)(0.5), -1.0)
