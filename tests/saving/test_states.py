@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import treeparams as tp
 from treeparams import optim, saving
@@ -203,3 +204,24 @@ def by_history(state):
     histories = [*((True, *its) for its in roles.running), *((False, *its) for its in roles.held)]
     leaves = [jax.tree.leaves(each) for each in (*state.runs, *state.held)]
     return {its: [*own, count] for its, own, count in zip(histories, leaves, state.counts, strict=True)}
+
+
+@pytest.mark.parametrize("form", ["tree", "stacks"])
+def test_the_state_of_a_net_of_flax_is_restored_whatever_was_frozen(form, tmp_path):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.a, self.b = nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
+
+    _, params = nnx.split(Net(nnx.Rngs(0)))
+    tx = optim.trainable(optax.adam(0.1), form=form)
+    model, state = optim.step(tx, tp.copy(params), tx.init(params), params)
+    everything = tp.layout(model)
+    frozen = optim.set_trainable(tx, state, model, tp.layout(model, freeze="a"))
+    for held, trained in (
+        (frozen, ("b.bias", "b.kernel")),
+        (optim.set_trainable(tx, frozen, model, everything), everything.paths),
+    ):
+        saving.save(tmp_path / "run", held)
+        loaded = saving.load(tmp_path / "run", tx.init(params))
+        assert loaded.layout.paths == trained
+        assert not tp.diff(loaded, held)

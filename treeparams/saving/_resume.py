@@ -76,8 +76,14 @@ def _with_histories(state: TrainableState, file: File, path: str) -> TrainableSt
     whole, start = _tied(state, there), f"{path}." if path else ""
     sides: dict[str, list[History]] = {"runs": [], "held": []}
     for number, said in enumerate(histories_in(there)):
-        below = [name for name in specs if is_below(name, start + said.path)]
-        its = {split_name(name[len(start) :])[2:]: specs[name] for name in below}
+        below = {split_name(name[len(start) :])[2:]: specs[name] for name in specs if is_below(name, start + said.path)}
+        # A node that only wraps one value, such as a variable of Flax, has no entry in a name.
+        full = {}
+        for name, (block, before, after, axis) in there["divisions"][number]["owners"].items():
+            entries, (slot, *_) = split_path(name), there["divisions"][number]["blocks"][block][0]
+            path = split_path(there["slots"][slot][0]) if axis is None else entries[before : len(entries) - after]
+            full[(*entries[:before], *path, *entries[len(entries) - after :])] = entries
+        its = {full.get(entries, entries): spec for entries, spec in below.items()}
         stored = Copies(its, division_in(there, number, its))
         layout = trained_at(whole, [structure.index[path] for path in said.parameters])
         count = jax.ShapeDtypeStruct((), np.dtype("int32"))
