@@ -81,8 +81,8 @@ def _with_histories(state: TrainableState, file: File, path: str) -> TrainableSt
         full = {}
         for name, (block, before, after, axis) in there["divisions"][number]["owners"].items():
             entries, (slot, *_) = split_path(name), there["divisions"][number]["blocks"][block][0]
-            path = split_path(there["slots"][slot][0]) if axis is None else entries[before : len(entries) - after]
-            full[(*entries[:before], *path, *entries[len(entries) - after :])] = entries
+            inner = split_path(there["slots"][slot][0]) if axis is None else entries[before : len(entries) - after]
+            full[(*entries[:before], *inner, *entries[len(entries) - after :])] = entries
         its = {full.get(entries, entries): spec for entries, spec in below.items()}
         stored = Copies(its, division_in(there, number, its))
         layout = trained_at(whole, [structure.index[path] for path in said.parameters])
