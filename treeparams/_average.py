@@ -5,7 +5,7 @@ even if the average or the model holds one array at several: two counters that s
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -95,7 +95,7 @@ def ema(
     # A bfloat16 number has 8 significant bits. A step of 0.001 of the distance soon falls below half the spacing of
     # neighbouring numbers, and rounds to zero: the average stops moving, and nothing shows it.
     narrow = [parts.index.slots[slot] for slot in parts.index.narrow_slots]
-    step = weights[0]
+    step = weights.of_model
     if narrow and (isinstance(step, Tracer) or 0 < np.asarray(step) < 0.5):  # a step of half the distance arrives
         where = f", as at {narrow[0].path!r}," if narrow[0].path else ""
         warn(
@@ -201,7 +201,7 @@ class Ema(eqx.Module, Generic[M]):
             TypeError: the model is complex where the average is real.
         """
         decay, tau = (said(self.count) if callable(said) else said for said in (self.decay, self.tau))
-        step = _weights_of(decay, tau)[0]
+        step = _weights_of(decay, tau).of_model
         if self.warmup:
             step = jnp.maximum(step, 9 / (10 + self.count))
         weight = jnp.asarray(self.weight + step * (1 - self.weight), jnp.float32)
@@ -210,7 +210,7 @@ class Ema(eqx.Module, Generic[M]):
             # divided by the new weight is the same as dividing by the weight at the end, but the shadow is itself the
             # average at any time; the first step is 1, so that the values at the start go.
             step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
-        weights = _weights_of(None, step) if decay is None else (step, None)
+        weights = _weights_of(None, step) if decay is None else _Weights(step, None)
         olds, treedef = jtu.tree_flatten(self.shadow)
         rest, news = _average_step(self.rest, olds, model, weights, self.buffers)
         changed = jtu.tree_unflatten(treedef, news), rest, self.count + 1, weight
@@ -237,8 +237,11 @@ Ema.__module__ = "treeparams"
 # -- One step ----------------------------------------------------------------------------------------------------------
 
 
-_Weights = tuple[ArrayLike, ArrayLike | None]
-"""The weights of the model and of the average in one step; `None`: the rest of one."""
+class _Weights(NamedTuple):
+    """The weights of one step."""
+
+    of_model: ArrayLike
+    of_average: ArrayLike | None  # None: the rest of one
 
 
 def _weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> _Weights:
@@ -256,8 +259,8 @@ def _weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> _Weights:
     if jnp.ndim(value) != 0 or (is_number and not 0 <= value <= 1):
         raise ValueError(f"{name} must be a scalar between 0 and 1, got {value}")
     if name == "decay":
-        return 1 - value, None
-    return value, None if is_number and value == 1 else 1 - value
+        return _Weights(1 - value, None)
+    return _Weights(value, None if is_number and value == 1 else 1 - value)
 
 
 def _average_step(
@@ -350,12 +353,12 @@ def _mix(olds: Sequence[Any], news: Sequence[Any], weights: _Weights) -> list[An
 
 def _mix_one(old: jax.Array, new: ArrayLike, weights: _Weights) -> jax.Array:
     wide, new = widened(old.dtype), jnp.asarray(new)
-    of_new, start, end = (jnp.asarray(each).astype(wide) for each in (weights[0], old, new))
+    of_new, start, end = (jnp.asarray(each).astype(wide) for each in (weights.of_model, old, new))
     # An average that has overflowed, or is not a number, is replaced too where the model weighs one, and stays where
     # the average does.
     is_all, is_none = of_new == 1, of_new == 0
-    if weights[1] is not None:
-        of_old = jnp.asarray(weights[1]).astype(wide)
+    if weights.of_average is not None:
+        of_old = jnp.asarray(weights.of_average).astype(wide)
         if not is_complex(wide):
             # A choice after the sum would change how XLA fuses a product into it, and so the last bit. Adding -0.0
             # leaves every number as it is.

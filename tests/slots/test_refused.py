@@ -15,18 +15,9 @@ import pytest
 import treeparams as tp
 
 from ..zoo import Norm, Pair, ramp
+from .test_select import net
 
-
-class Net(eqx.Module):
-    body: list[Any]
-    head: eqx.nn.Linear
-    scale: jax.Array = tp.field(trainable=False)
-    steps: jax.Array
-    act: Any
-
-
-linear = lambda size: eqx.nn.Linear(2, size, key=jax.random.key(size))
-NET = Net([linear(2), linear(2)], linear(1), ramp(1), jnp.array(0), jax.nn.relu)
+NET = net()
 DICT = {"a": ramp(2), "b": {"c": ramp(2)}, "n": None}
 SHARED = {"online": {"w": (shared := ramp(2)), "b": ramp(1)}, "target": {"w": shared}}
 SQUARES = {name: ramp(2, 2) for name in "abcd"}

@@ -26,8 +26,8 @@ _KINDS: Mapping[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = 
     np.str_: ("numpy.str", str, np.str_),
 }
 _FROM_TEXT = {name: read for name, _, read in _KINDS.values()}
-# Their bits differ between kinds of machines, so they are not stored.
-_LONG: tuple[type, ...] = (np.longdouble, np.clongdouble)
+# Their bits differ between kinds of machines, so they are not stored; and JAX lacks them.
+LONG: tuple[type, ...] = (np.longdouble, np.clongdouble)
 
 
 def in_words(leaf: Value) -> list[str]:
@@ -71,7 +71,7 @@ def kind_in_words(kind: type) -> str | None:
     """
     if kind in _KINDS:
         return _KINDS[kind][0]
-    if not issubclass(kind, np.generic) or issubclass(kind, _LONG):
+    if not issubclass(kind, np.generic) or issubclass(kind, LONG):
         return None
     dtype = np.dtype(kind)
     is_number = dtype.kind == "b" or (jnp.issubdtype(dtype, np.number) and dtype.kind != "m")
@@ -79,9 +79,6 @@ def kind_in_words(kind: type) -> str | None:
 
 
 # -- States of optimisers ---------------------------------------------------------------------------------------------
-
-
-_SIDES = {"runs": "running", "held": "held"}
 
 
 class History(NamedTuple):
@@ -100,7 +97,8 @@ class History(NamedTuple):
 
 def histories_in(words: Mapping[str, Any]) -> list[History]:
     """Returns the histories of a state in the order of the counts."""
-    sides = [(side, i, paths) for side in ("runs", "held") for i, paths in enumerate(words[_SIDES[side]])]
+    sides = [("runs", i, paths) for i, paths in enumerate(words["running"])]
+    sides += [("held", i, paths) for i, paths in enumerate(words["held"])]
     return [History(side, f"{side}.{i}", f"counts.{n}", paths) for n, (side, i, paths) in enumerate(sides)]
 
 

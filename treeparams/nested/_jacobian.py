@@ -15,7 +15,6 @@ from .._slots.layout import Trainable
 from .._tree.text import count_of
 from .._tree.types import PyTree, common_dtype, is_complex, widened
 from ._reals import (
-    ONE_SAMPLE,
     Reals,
     array_parts,
     basis,
@@ -30,6 +29,7 @@ from ._reals import (
 )
 
 Mode = Literal["real", "complex", "holomorphic"]
+_ONE_SAMPLE = "one sample (of a function of a batch make lambda model, x: f(model, x[None])[0])"
 
 
 def parameter_jacobian(
@@ -133,7 +133,7 @@ class _Outputs:
 
     def __call__(self, slots: Reals, x: PyTree) -> jax.Array:
         """Returns the outputs of one sample."""
-        y = output(of_reals(self._f, self._parts, x, given=ONE_SAMPLE)(slots), "floating or complex")
+        y = output(of_reals(self._f, self._parts, x, given=_ONE_SAMPLE)(slots), "floating or complex")
         if self.mode == "real" and is_complex(y.dtype):
             raise TypeError(
                 f"f returns {y.dtype}; mode='complex' gives the derivatives of its real and imaginary parts, "
@@ -235,7 +235,7 @@ def per_example_gradients(
         joined = vector_of(parts.layout).join if flat else parts.canonical
 
         def of(slots: tuple[jax.Array, ...], example: tuple[PyTree, ...]) -> jax.Array:
-            return scalar(result(f, ONE_SAMPLE, parts.model(slots), *example))
+            return scalar(result(f, _ONE_SAMPLE, parts.model(slots), *example))
 
         slots = _own_copies(lambda slots: jax.vmap(of, (None, 0))(slots, batch), parts.slots)
         return mapped(lambda example: joined(jax.grad(of)(slots, example)), batch, chunk, "examples")

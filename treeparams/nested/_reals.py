@@ -53,9 +53,6 @@ def array_parts(model: PyTree, trainable: Trainable) -> Parts:
     return Parts(tuple(map(jnp.asarray, parts.slots)), parts.rest)
 
 
-ONE_SAMPLE = "one sample (of a function of a batch make lambda model, x: f(model, x[None])[0])"
-
-
 def result(f: Callable[..., Any], given: str, model: PyTree, *args: PyTree) -> Any:
     """Returns `f(model, *args)`, of which an error also says what f is given."""
     if not callable(f):

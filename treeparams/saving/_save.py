@@ -15,7 +15,7 @@ from .._files.arrays import Like, placed, placed_in_turn
 from .._files.file import PREFIX, Draft, File, Inventory, file_at, stored_as
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_path
-from .._files.values import from_words, histories_in
+from .._files.values import LONG, from_words, histories_in
 from .._slots.ties import Alias
 from .._tree.paths import join_path
 from .._tree.structure import is_array, naming_deleted
@@ -128,7 +128,6 @@ def _check_tree(tree: object, instead: str) -> None:
 
 # -- Arrays inside leaves that are not pytrees, which JAX functions do not see -----------------------------------------
 
-_EXTENDED: tuple[type, ...] = (np.longdouble, np.clongdouble)  # JAX lacks them; their bits differ by machine
 _BARE = (bytes, type, enum.Enum, np.generic, np.dtype, types.ModuleType, types.BuiltinFunctionType, types.MethodType)
 
 
@@ -137,11 +136,11 @@ def _lost_arrays(contents: Contents) -> Iterator[str]:
     seen = set[int]()
     for i, (path, leaf) in enumerate(zip(contents.structure.paths, contents.leaves, strict=True)):
         is_kept = i in contents.values or (i in contents.names and not isinstance(leaf, np.ma.MaskedArray))
-        is_bare = isinstance(leaf, _BARE) and not isinstance(leaf, _EXTENDED)
+        is_bare = isinstance(leaf, _BARE) and not isinstance(leaf, LONG)
         if is_kept or is_bare or id(leaf) in seen:  # a model has many leaves, of few functions
             continue
         seen.add(id(leaf))
-        if isinstance(leaf, (np.ma.MaskedArray, Mapping, *_EXTENDED)) or _is_foreign(leaf):
+        if isinstance(leaf, (np.ma.MaskedArray, Mapping, *LONG)) or _is_foreign(leaf):
             lost = [", which JAX does not have, so it"]
         else:
             lost = [f" and not a pytree, so its array {describe(each)}" for each in _arrays_held_by(leaf)]
