@@ -15,14 +15,14 @@ import tokenize
 PACKAGE = pathlib.Path("treeparams")
 FOLDERS = ("optim", "saving", "_files", "sharding", "nested", "matrices")
 LIMITS = {
-    "lines of code, core": 6377,
+    "lines of code, core": 6398,
     "lines of code, _files": 727,
     "lines of code, matrices": 767,
     "lines of code, nested": 671,
-    "lines of code, optim": 2168,
-    "lines of code, saving": 2025,
+    "lines of code, optim": 2169,
+    "lines of code, saving": 2029,
     "lines of code, sharding": 1229,
-    "lines of code": 13964,
+    "lines of code": 13989,
     "files": 85,
     "lines of the longest file": 574,
     "names between files": 361,

@@ -359,8 +359,11 @@ def test_errors():
         with pytest.raises(error, match=words):
             tp.diff(*pair)
     assert not tp.diff(deleted, dict(deleted))  # one object, of which nothing is read
-    for name, value in itertools.product(("atol", "rtol"), (-1, nan, np.float32(-0.5), "1", True, [1])):
-        with pytest.raises(ValueError, match=f"{name} must be a number, at least 0, or None, got"):
+    for name, value in itertools.product(("atol", "rtol"), (-1, nan, np.float32(-0.5))):
+        with pytest.raises(ValueError, match=f"{name} must be at least 0, got"):
+            tp.diff(W, W, **{name: value})
+    for name, value in itertools.product(("atol", "rtol"), ("1", True, [1])):
+        with pytest.raises(TypeError, match=f"{name} must be a number, at least 0, or None, got"):
             tp.diff(W, W, **{name: value})
 
 

@@ -104,8 +104,8 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
 
     Raises:
         OSError: the file does not exist.
-        ValueError: `atol` or `rtol` is not a number of at least 0; a tree contains itself; a file is damaged.
-        TypeError: only one of the two is a `Layout`.
+        ValueError: `atol` or `rtol` is negative or NaN; a tree contains itself; a file is damaged.
+        TypeError: only one of the two is a `Layout`; `atol` or `rtol` is not a number.
         RuntimeError: an array to compare has been deleted, or is on devices of other processes.
     """
     tolerance = _tolerance("atol", atol), _tolerance("rtol", rtol)
@@ -180,10 +180,13 @@ def _sharding_rows(path: str, here: jax.Array, there: jax.Array) -> Iterator[Dif
 
 
 def _tolerance(name: str, value: float | int | None) -> float:
-    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-    if not (value is None or (is_number and float(value) >= 0)):
-        raise ValueError(f"{name} must be a number, at least 0, or None, got {value!r}")
-    return float(value or 0)
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"{name} must be a number, at least 0, or None, got {value!r}")
+    if not float(value) >= 0:
+        raise ValueError(f"{name} must be at least 0, got {value!r}")
+    return float(value)
 
 
 def _is_concrete(leaf: object) -> bool:
@@ -251,8 +254,8 @@ def _by_name(source: Any) -> Names:
     leaves, _, structure = structure_of(source)
     leaves = list(map(value_of, leaves))
     # The keys of a flat dictionary of arrays are names as they are: dots in them need no quotes.
-    is_key = lambda path: path.startswith('"') and len(split_path(path)) == 1
-    names = [unquote(path) if is_key(path) else name_of(path) for path in structure.paths]
+    is_one_key = lambda path: path.startswith('"') and len(split_path(path)) == 1
+    names = [unquote(path) if is_one_key(path) else name_of(path) for path in structure.paths]
     arrays = {names[i]: i for i, spec in enumerate(structure.specs) if spec is not None}
     specs = {name: array_spec(leaves[i]) for name, i in arrays.items()}
     aliases = {name: names[structure.first[i]] for name, i in arrays.items() if structure.first[i] != i}

@@ -454,7 +454,12 @@ def traced(f: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Traces a user's function to a program; if the function needs values, the error explains why there are none."""
     try:
         return jax.make_jaxpr(f)(*args)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.NonConcreteBooleanIndexError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
         error.add_note("the function is traced, as by jit, so its control flow must not depend on values of the model")
         raise
 

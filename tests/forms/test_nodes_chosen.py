@@ -142,3 +142,10 @@ def test_what_is_refused(form, use, error, message):
     at_rest, restructure = form({"dict": {"a": ramp(2), "b": ramp(2)}, "layers": [Layer(0), Layer(1)]})
     with pytest.raises(error, match=message):
         use(restructure, at_rest)
+
+
+def test_a_node_that_ends_in_a_node_without_leaves_is_one_node():
+    layers = [{"a": ramp(2), "z": {"of": {}, "no": eqx.nn.Identity()}} for _ in range(2)]
+    at_rest, restructure = tp.stack({"layers": layers, "one": layers[0] | {"a": ramp(3)}})
+    assert list(restructure.part(at_rest, "one")) == ["a", "z"]
+    assert restructure.repeated(at_rest, "layers.*")["a"].shape == (2, 2)

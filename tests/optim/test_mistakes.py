@@ -64,6 +64,11 @@ def around(wrap: Callable[[Any], optax.GradientTransformation], t: Any) -> objec
     return wrap(t.tx).init({"a": t.x, "b": t.x})
 
 
+def _of_the_other(tx: Any) -> optax.GradientTransformation:
+    """Selects a parameter that the mask hides."""
+    return optax.masked(optim.trainable(optax.sgd(0.1), "b"), {"a": True, "b": False})
+
+
 def behind(chained: Any) -> Row:
     """What stands behind `optim.master` in a chain."""
     words = r"optim.master must be last in a chain.* optim.master\(optax.chain\("
@@ -145,6 +150,7 @@ OPTIM: list[Row] = [
     ("inside rates", lambda t: optim.trainable(optax.inject_hyperparams(within)(0.1)).init(t.dict), ValueError, ONE),
     ("two in a chain", lambda t: plain_step_of_two(t), ValueError, f"state is of 2 transformations.*{ONE}"),
     ("a mask around", lambda t: around(lambda tx: optax.masked(tx, {"a": True, "b": False}), t), ValueError, ONE),
+    ("a mask of what trains", lambda t: around(_of_the_other, t), ValueError, ONE),
     ("partition in a trace", lambda t: jax.jit(lambda: around(apart, t))(), ValueError, f"optax.partition, .*{ONE}"),
     ("partition around a tie", lambda t: around(apart, t), ValueError, f"optax.partition, is around.*{ONE}"),
     ("groups of ours", lambda t: optim.trainable(optim.groups({"a": t.tx}, t.sgd)).init({"a": t.x}), ValueError, ONE),

@@ -225,3 +225,13 @@ def test_the_state_of_a_net_of_flax_is_restored_whatever_was_frozen(form, tmp_pa
         loaded = saving.load(tmp_path / "run", tx.init(params))
         assert loaded.layout.paths == trained
         assert not tp.diff(loaded, held)
+
+
+@pytest.mark.parametrize("form", ["tree", "vector", "stacks"])
+def test_a_rule_whose_state_is_the_gradients_alone(form, tmp_path):
+    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
+    tx = optim.trainable(optax.GradientTransformation(zeros, lambda updates, state, _: (updates, updates)), form=form)
+    model = {"a": ramp(3), "b": ramp(2)}
+    held = optim.set_trainable(tx, optim.step(tx, tp.copy(model), tx.init(model), model)[1], model, "a")
+    saving.save(tmp_path / "run", held)
+    assert not tp.diff(saving.load(tmp_path / "run", tx.init(model)), held)

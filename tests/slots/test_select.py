@@ -185,6 +185,8 @@ def test_what_takes_away_takes_from_what_is_declared():
     for where, selected in (("!head", BODY), (["!head", "!body.0"], BODY[2:]), ("!**.bias", WEIGHTS)):
         assert tp.layout(net(), where).paths == tuple(tp.trainables(net(), where)) == selected
     assert tp.layout(net(), "!head", thaw="scale").paths == (*BODY, "scale")
+    with pytest.raises(ValueError, match="selects nothing: everything is excluded or declared frozen"):  # as `scale` is
+        tp.layout({"net": net(), "x": ramp(1)}, [re.compile("net.(scale|head.*)"), "!net.head"])
     assert tp.layout({"!a": ramp(1), "b": ramp(1)}, '"!a"').paths == ('"!a"',)
     for where in ("!**", ["head", "!head"]):
         with pytest.raises(ValueError, match=r"selects nothing: everything is excluded"):

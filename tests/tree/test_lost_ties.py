@@ -134,3 +134,10 @@ def test_shared_cotangents_teach_no_ties():
     tp.jit(lambda state: state)({"mu": jax.tree.map(lambda _: np.zeros(3, "f"), grads), "nu": grads})
     model = tp.jit(lambda model, grads: tp.maptrainable(lambda x, g: x - 0.1 * g, model, grads))(model, grads)
     eqx.filter_jit(tp.grad(of))(model)
+
+
+@pytest.mark.filterwarnings("error")
+def test_empty_arrays_tell_nothing():
+    shared = jnp.zeros(0)
+    tp.layout({"a": shared, "b": shared})
+    tp.layout({"a": jnp.zeros(0), "b": jnp.zeros(0)})

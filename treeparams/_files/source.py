@@ -101,7 +101,7 @@ class OnDisk(Source):
         found = aligned(stop - start)
         into = found.data
         while len(into):
-            count = self.read_at(into, stop - len(into))
+            count = self.read_at(into[: 1 << 30], stop - len(into))  # macOS refuses to read 2 GiB at once
             if not count:
                 raise self.wrong("it has become shorter while it was read")
             into = into[count:]

@@ -313,7 +313,7 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
     for pair in _unknown("parted", structure, pairs):
         one, other = (_values_read(leaves[i]) for i in pair)
         # Zeros are equal without having been one: such arrays tell nothing yet.
-        if one is None or other is None or _is_one_number(one):
+        if one is None or other is None or not one.size or _is_one_number(one):
             continue
         if _are_equal_bits(one, other):
             lost.append(pair)
@@ -360,13 +360,14 @@ def _is_one_number(values: np.ndarray | None) -> bool:
 
 
 def _are_equal_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    return (one.dtype, one.size) == (other.dtype, other.size) and one.tobytes() == other.tobytes()
+    are_alike = (one.dtype, one.size) == (other.dtype, other.size)
+    return are_alike and np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 def _values_read(array: Any) -> np.ndarray | None:
     """Returns the elements of an array that this process can read, in one dimension; `None` if it can read none."""
     if isinstance(array, np.ndarray):
-        return array.reshape(-1)
+        return np.ascontiguousarray(array).reshape(-1)
     if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.is_deleted():
         return None
     # Whoever forbids transfers means those of every step. The copies are of pieces, since an array keeps its own.

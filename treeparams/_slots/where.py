@@ -94,15 +94,19 @@ def _spans_of(structure: Structure) -> list[_Span]:
 
 def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
     """Returns the treedef of each node of a structure, and of a leaf."""
-    # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
-    found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
-    waiting = [structure.treedef]
-    while waiting:
-        each = waiting.pop()
-        if each.node_data() is not None and each.node_data()[0] is not type(None):
-            found[len(found) - 1] = each
-            waiting += reversed(each.children())
-    return found
+
+    def find() -> dict[int | None, TreeDef]:
+        # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
+        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
+        waiting = [structure.treedef]
+        while waiting:
+            each = waiting.pop()
+            if each.node_data() is not None and each.node_data()[0] is not type(None):
+                found[len(found) - 1] = each
+                waiting += reversed(each.children())
+        return found
+
+    return structure.remember("subtreedefs", find)
 
 
 def read(structure: Structure, where: object, *, may_only_take: bool = False) -> tuple[list[_Match], list[_Match]]:
@@ -136,11 +140,12 @@ def _single(where: object) -> Iterator[object]:
 def _outermost(structure: Structure, where: str | re.Pattern[str] | type | _Leaves) -> list[_Span]:
     """Returns the nodes and leaves that a `where` matches, without those below another one."""
     matches = _matcher(structure, where)
-    found, inside = list[_Span](), set[int]()
-    for span in _spans_of(structure):  # a node comes before all that is below it
-        if span.start not in inside and matches(span):
+    found, inside, below = list[_Span](), set[int](), range(0)
+    for span in _spans_of(structure):  # a node comes before all that is below it, of which some may hold no leaf
+        if span.start not in inside and span.number not in below and matches(span):
             found.append(span)
             inside.update(range(span.start, span.stop))
+            below = below if span.number is None else range(span.number, structure.nodes[span.number].last)
     return found
 
 
@@ -174,9 +179,12 @@ def _glob_matcher(structure: Structure, text: str) -> Callable[[_Span], bool]:
         raise ValueError(
             f"{text!r} is in the style of jax.tree_util.keystr; write entries with dots, 'layers.0.weight'"
         )
+    # It may match a node above, too: the name of a value of a state has several entries, and a glob may end within it.
+    if not re.search(r"(^|\.)-\d", text):
+        return lambda span: glob.selects(span.entries)
     # How many items each list and tuple has, `None` among them, for positions from its end: -1 is the last.
     counts = [count for kind, count, _ in structure.statics if kind is not type(None)]
-    nodes = zip(structure.nodes, counts, strict=True) if re.search(r"(^|\.)-\d", text) else ()
+    nodes = zip(structure.nodes, counts, strict=True)
     sizes = {node.entries: count for node, count in nodes if node.cls in (list, tuple)}
 
     def ways(entries: tuple[str, ...]) -> Iterator[Sequence[str]]:
@@ -184,8 +192,6 @@ def _glob_matcher(structure: Structure, text: str) -> Callable[[_Span], bool]:
             size = sizes.get(entries[:n])
             yield (entry,) if size is None else (entry, str(int(entry) - size))
 
-    # Below a node that matches nothing is asked. The name of a value of a state has several entries, and a glob may end
-    # within it.
     return lambda span: any(map(glob.selects, itertools.product(*ways(span.entries))))
 
 
@@ -280,7 +286,7 @@ def select(
     every = [] if chosen or frozen is None else [frozenset(among).difference(frozen, follows or ())]
     selected = frozenset[int]().union(*[find(match, frozen) for match in chosen], *every)
     selected = selected.difference(*map(find, away))
-    if not (selected or may_be_empty):
+    if not (selected.difference(frozen or ()) or may_be_empty):
         also = "" if frozen is None else " or declared frozen"
         raise ValueError(f"{name_of(where)} selects nothing: everything is excluded{also}")
     return selected

@@ -49,8 +49,12 @@ def split_path(path: str) -> tuple[str, ...]:
     >>> split_path("")
     ()
     """
-    if not _PATH.fullmatch(path):
-        raise ValueError(f"the path {path!r} cannot be read; expected entries with dots between, or JSON strings")
+    begin = _PATH.match(path)
+    rest = path[begin.end() :] if begin else path
+    if rest:
+        raise ValueError(
+            f"the path {path!r} cannot be read at {rest!r}: expected JSON strings, or entries between dots"
+        )
     return tuple(_EACH.findall(path)) if path else ()
 
 

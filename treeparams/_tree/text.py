@@ -149,7 +149,9 @@ def imported(module: str, extra: str, by: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(f"{by} needs {module}, of the extra treeparams[{extra}]") from None
+        raise ModuleNotFoundError(
+            f"{by} needs {module}, of the extra treeparams[{extra}]: pip install {module}"
+        ) from None
 
 
 def in_bytes(count: int) -> str:

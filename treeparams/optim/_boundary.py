@@ -96,9 +96,7 @@ def check_arguments(tx: object, grads: PyTree, state: PyTree, model: PyTree) -> 
 
 
 def check_model(model: PyTree, parts: Parts[Any]) -> None:
-    """Checks that `init` received a whole model in which the places of each trained tie agree, if these are known."""
-    if nodes_of(optax.MaskedNode, model):
-        raise ValueError(f"a mask, or optax.partition, is around a transformation over models; {ONE}")
+    """Checks that the places of each trained tie agree in a model that `init` received, if these are known."""
     index, leaves = parts.index, jtu.tree_leaves(model)
     for alias in index.ties:
         pair = have, source = leaves[alias.leaf], leaves[alias.source]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+import optax
 from jax.core import Tracer
 
 from .._forms.form import Form, tree_of
@@ -27,7 +28,7 @@ from .._tree.types import PyTree, common_dtype, is_complex
 from ._boundary import check_model, check_run, form_for, parts_of, rows_of, zeros_filled
 from ._joined import check_form, couples_late, few_alike
 from ._per_leaf import check_rows
-from ._state import History, TrainableState, in_own_buffers, nodes_of, noticed, settled, state_of, steady
+from ._state import ONE, History, TrainableState, in_own_buffers, nodes_of, noticed, settled, state_of, steady
 from ._updates import ScaledState, check_names, copies_in, spread, told
 
 
@@ -200,6 +201,8 @@ class Rule:
 
     def init(self, params: PyTree) -> TrainableState:
         """Returns a fresh state."""
+        if nodes_of(optax.MaskedNode, params):
+            raise ValueError(f"a mask, or optax.partition, is around a transformation over models; {ONE}")
         parts = take_apart(params, self.trainable)
         if not isinstance(self.trainable, Layout):
             warn_of_parted_ties(parts.index, jtu.tree_leaves(params))

@@ -77,12 +77,7 @@ def _with_histories(state: TrainableState, file: File, path: str) -> TrainableSt
     sides: dict[str, list[History]] = {"runs": [], "held": []}
     for number, said in enumerate(histories_in(there)):
         below = {split_name(name[len(start) :])[2:]: specs[name] for name in specs if is_below(name, start + said.path)}
-        # A node that only wraps one value, such as a variable of Flax, has no entry in a name.
-        full = {}
-        for name, (block, before, after, axis) in there["divisions"][number]["owners"].items():
-            entries, (slot, *_) = split_path(name), there["divisions"][number]["blocks"][block][0]
-            inner = split_path(there["slots"][slot][0]) if axis is None else entries[before : len(entries) - after]
-            full[(*entries[:before], *inner, *entries[len(entries) - after :])] = entries
+        full = _full_entries(there, number)
         its = {full.get(entries, entries): spec for entries, spec in below.items()}
         stored = Copies(its, division_in(there, number, its))
         layout = trained_at(whole, [structure.index[path] for path in said.parameters])
@@ -93,6 +88,20 @@ def _with_histories(state: TrainableState, file: File, path: str) -> TrainableSt
     shape = () if still is None else jax.ShapeDtypeStruct(*still[:2])
     has_counts = still is not None and not isinstance(state.still, tuple)
     return state_of(layout, sides["runs"], sides["held"], state.still if has_counts else shape)
+
+
+def _full_entries(words: Mapping[str, Any], number: int) -> dict[Entries, Entries]:
+    """Returns the entries in a history of each array of one parameter, by those of its name in a file.
+
+    A node that only wraps one value, such as a variable of Flax, has no entry in a name.
+    """
+    division, found = words["divisions"][number], {}
+    for path, (block, before, after, axis) in division["owners"].items():
+        if axis is None:
+            entries, slot = split_path(path), division["blocks"][block][0][0]
+            inner = split_path(words["slots"][slot][0])
+            found[(*entries[:before], *inner, *entries[len(entries) - after :])] = entries
+    return found
 
 
 def _tied(state: TrainableState, words: Mapping[str, Any]) -> Layout:
@@ -215,8 +224,9 @@ def _form_in_words(words: Mapping[str, Any]) -> str:
     """Returns the form of a state, as `optim.trainable` calls it."""
     # The key of a joined array tells: that of a stack has a shape, and a vector has none, or a dtype alone.
     for said in words["divisions"]:
-        for name, (_, _, after, axis) in said["owners"].items():
+        for name, (_, before, after, axis) in said["owners"].items():
             if axis is not None:
-                key = split_path(name)[-after - 1]
-                return "stacks" if key.endswith(']"') else "vector"
+                entries = split_path(name)
+                key = entries[before : len(entries) - after]  # none where the state of a rule is the vector itself
+                return "stacks" if key and key[-1].endswith(']"') else "vector"
     return "tree"
