@@ -28,10 +28,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     # Compiling is most of the time, and nearly all programs are those of the last run: with what it has compiled, a run
     # takes less than half. JAX finds a program by its text, its options and the versions of JAX, so none can be stale.
     # `pytest --cache-clear` empties the folder, and so does a run that finds it full.
-    _kept = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "d" / "compiled"
-    if sum(file.stat().st_size for file in _kept.glob("*")) > 2**30:
-        shutil.rmtree(_kept)
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_kept))
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        _kept = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "d" / "compiled"
+        if sum(file.stat().st_size for file in _kept.glob("*") if file.exists()) > 2**30:
+            shutil.rmtree(_kept, ignore_errors=True)  # another run may use it
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_kept)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import treeparams as tp
 from treeparams import optim
 
 from .long import some
-from .zoo import STRUCTURE_ALONE, ZOO, as_data, assert_same, pattern, ramp
+from .zoo import STRUCTURE_ALONE, ZOO, as_data, assert_same, first_devices, pattern, ramp
 
 standard = pytest.mark.usefixtures("standard_promotion")
 no_warning = pytest.mark.filterwarnings("error")
@@ -250,15 +251,16 @@ def test_errors_name_the_place(call, error, words):
 def test_weak_types_are_made_strong(turn):
     start, other = [{"w": w, "f": jnp.tanh} for w in (jnp.asarray(1.0), jnp.ones((), jnp.float32))][::turn]
 
-    def both():
+    def every():
         step = lambda carry, _: ({**carry, "w": other["w"]}, None)
-        tp.lax.while_loop(lambda _: False, lambda c: step(c, None)[0], start)
-        tp.lax.cond(True, lambda a, b: a, lambda a, b: b, start, other)
+        loop = tp.lax.while_loop(lambda _: False, lambda c: step(c, None)[0], start)
+        chosen = tp.lax.cond(True, lambda a, b: a, lambda a, b: b, start, other)
         theirs = jax.lax.scan(lambda w, _: (other["w"], None), start["w"], length=2)[0]
-        return tp.lax.scan(step, start, length=2)[0]["w"], theirs
+        return tp.lax.scan(step, start, length=2)[0]["w"], theirs, loop["w"], chosen["w"]
 
-    got, want = jax.eval_shape(both)
+    got, want, *others = jax.eval_shape(every)
     assert got == want
+    assert [(each.shape, each.dtype) for each in others] == [((), jnp.float32)] * 2
 
 
 # -- Ties --------------------------------------------------------------------------------------------------------------
@@ -395,7 +397,28 @@ def test_as_python_where_jit_is_disabled():
     np.testing.assert_allclose(got.embed, 6 * ramp(3, 2), 1e-6)
     assert chosen.embed is chosen.head
     # Such a model was met tied; of one that is not, nothing is said within a loop.
-    jax.eval_shape(lambda: tp.lax.fori_loop(0, 2, lambda _, a: adapted(a, 1.0), agent_of(tied=False)).bias)
+    apart = agent_of(tied=False)
+    jax.eval_shape(lambda: tp.lax.fori_loop(0, 2, lambda _, a: adapted(a, 1.0), apart).bias)
+
+
+@no_warning
+def test_a_target_that_is_set_every_other_step():
+    def update(i, carry):
+        agent = scaled(carry[0], 1, 1)
+        return agent, tp.lax.cond(i % 2 == 0, lambda agent, _: agent, lambda _, target: target, agent, carry[1])
+
+    agent, target = tp.jit(lambda agent: tp.lax.fori_loop(0, 4, update, (agent, agent)))(agent_of())
+    np.testing.assert_allclose(agent.bias - target.bias, np.ones(3), 1e-6)
+    assert target.embed is target.head
+
+
+def test_within_shard_map():
+    mesh, spec = jax.make_mesh((4,), ("data",), devices=first_devices(4)), PartitionSpec("data")
+    total = lambda carry, x: ({**carry, "sum": carry["sum"] + x}, None)
+    within = lambda xs: tp.lax.scan(total, {"sum": 0 * xs[0, 0], "f": jnp.tanh}, xs[0])[0]["sum"][None]
+    xs = jax.device_put(np.arange(8, dtype=np.float32).reshape(4, 2), jax.NamedSharding(mesh, spec))
+    got = jax.jit(jax.shard_map(within, mesh=mesh, in_specs=spec, out_specs=spec))(xs)
+    np.testing.assert_array_equal(got, xs.sum(1))
 
 
 def test_equal_models_share_a_trace_outside_of_jit_too(traces):

@@ -235,7 +235,9 @@ def test_ties():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, tp.jit], ids=["eager", "jit", "tp.jit"])
+@pytest.mark.parametrize(
+    "jit", [lambda f: f, jax.jit, tp.jit, eqx.filter_jit], ids=["eager", "jit", "tp.jit", "filter_jit"]
+)
 def test_a_step_of_ours_moves_what_its_state_trains(jit):
     shared = ramp(3)
     model = {"embed": shared, "head": shared, "b": ramp(3), "n": jnp.arange(3), "key": jax.random.key(0)}
@@ -323,6 +325,15 @@ def test_errors(call, error, words):
     with pytest.raises(error) as caught:
         call()
     assert re.search(words, "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
+
+
+def test_no_error_where_all_that_trains_is_reached():
+    gradient = jax.eval_shape(tp.grad(loss_of_two, ["a", "c"], unreached="error"), FOUR)
+    assert [name for name in FOUR if gradient[name] is not None] == ["a", "c"]
+
+
+def test_the_model_of_the_state_is_another_even_if_it_is_the_same_object():
+    assert tp.moved(lambda model, state: (state, state))(FOUR, FOUR).paths == tuple(FOUR)
 
 
 def _adds(model):

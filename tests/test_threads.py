@@ -16,7 +16,7 @@ from .zoo import assert_close, cost, enable_x64, ramp
 
 class Struct(eqx.Module):
     w: jax.Array
-    v: jax.Array  # of which the product has a gradient only by a rule
+    v: jax.Array  # which the product does not use
 
     def __matmul__(self, x):
         return self.w @ x

@@ -76,6 +76,15 @@ def test_a_jacobian_holds_nothing_larger_than_itself_or_a_chunk(f, model, output
         assert chunk * outputs * n / 2 < largest <= chunk * outputs * n
 
 
+def test_chunks_bound_the_memory_of_the_compiled_program():
+    def temporary(chunk):
+        of = jax.jit(lambda model, xs: nested.parameter_jacobian(several, chunk=chunk)(model, xs))
+        return of.lower(WIDE, SAMPLES).compile().memory_analysis().temp_size_in_bytes
+
+    rows = 2 * 4000 * 4
+    assert temporary(5) < 3 * 5 * rows < temporary(None)
+
+
 # -- Over devices ------------------------------------------------------------------------------------------------------
 
 XS = jnp.asarray(np.sin(np.arange(36, dtype=np.float32)).reshape(12, 3))

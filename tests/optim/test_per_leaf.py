@@ -258,7 +258,7 @@ def test_refuses_what_couples_leaves(name):
         optim.per_leaf(make()).init({"float32[4,3]": jnp.ones((2, 4, 3)), "float32[5]": jnp.ones((3, 5))})
 
 
-# Branches, loops and programs within programs are those of tests/test_reached.py: here is what a rule alone has.
+# Rules for derivatives are followed by what the function itself does, other than in tests/test_reached.py.
 
 
 def _of_pairs(f):
@@ -274,6 +274,23 @@ def _by_value(a, b):
     return jax.lax.cond(a[0] > 0, lambda a, b: (2 * a, b + jnp.sum(b)), lambda a, b: (a, b), a, b)
 
 
+def _later(carry, _):
+    a, b, last = carry
+    return (a, b + last, a), None
+
+
+def _with_jvp(f):
+    made = jax.custom_jvp(f)
+    made.defjvp(lambda primals, tangents: (f(*primals), tangents))
+    return made
+
+
+def _with_vjp(f):
+    made = jax.custom_vjp(f)
+    made.defvjp(lambda a, b: (f(a, b), None), lambda _, cotangents: cotangents)
+    return made
+
+
 _times = lambda grads, others: [grad * other for grad, other in zip(grads, others[::-1], strict=True)]
 HIDDEN = {
     "a branch by the value of the other": _of_pairs(_by_value),
@@ -281,6 +298,7 @@ HIDDEN = {
     "an operation of which nothing is known": _of_pairs(lambda a, b: jax.lax.sort([a, b], num_keys=1)),
     "gradients, a step later": (lambda p: [*map(jnp.zeros_like, p)], lambda grads, last, params: (last, grads[::-1])),
     "parameters": (lambda params: (), lambda grads, state, params: (_times(grads, params), state)),
+    "in the second round": _of_pairs(lambda a, b: jax.lax.scan(_later, (a, b, jnp.zeros_like(a)), length=2)[0][:2]),
     "where the parameters began": (lambda params: params, lambda grads, start, params: (_times(grads, start), start)),
 }
 
@@ -288,3 +306,25 @@ HIDDEN = {
 @pytest.mark.parametrize("way", HIDDEN.values(), ids=HIDDEN)
 def test_finds_what_couples_wherever_it_is_hidden(way):
     assert coupling(optax.with_extra_args_support(optax.GradientTransformation(*way)), LEAF, {}) == UPDATE
+
+
+_rounds = lambda f: lambda a, b: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, *f(*c[1:])), (0, a, b))[1:]
+WITHIN = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "a rule for jvp": _with_jvp,
+    "a rule for vjp": _with_vjp,
+    "a loop of two rounds": _rounds,
+    "scan": lambda f: lambda a, b: jax.lax.scan(lambda carry, _: (f(*carry), None), (a, b), length=3)[0],
+    "scan over rows": lambda f: lambda a, b: jax.lax.scan(lambda c, rows: (c, f(*rows)), 0, (a[None], b[None]))[1],
+}
+
+
+@pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
+def test_looks_into_programs_within_the_program(within):
+    for f, said in (
+        (lambda a, b: (2 * a, b + jnp.sum(b)), ""),
+        (lambda a, b: (a * jnp.sum(b), b * jnp.sum(a)), UPDATE),
+    ):
+        rule = optax.GradientTransformation(*_of_pairs(within(f)))
+        assert coupling(optax.with_extra_args_support(rule), LEAF, {}) == said

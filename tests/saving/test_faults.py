@@ -151,7 +151,12 @@ def test_headers_that_are_made_up(path, case):
     write(path, header, bytes(8), length)
     tracemalloc.start()
     try:
-        for read in (saving.metadata, lambda path: saving.load(path, {})):
+        for read in (
+            saving.metadata,
+            saving.names,
+            lambda path: saving.load(path, {}),
+            lambda path: saving.plan(path, {}),
+        ):
             assert message in refused(path, lambda read=read: read(path))
         peak = tracemalloc.get_traced_memory()[1]
     finally:

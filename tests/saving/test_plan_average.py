@@ -102,6 +102,7 @@ FOLLOWED = {
     "whole sum": (_AFFINE, lambda x: jnp.zeros(3).at[jnp.array([0, 0, 1])].add(x)),
     "twice": (_AFFINE, lambda x: jnp.concatenate([x, x[:1]])),
     "negative": (_AFFINE, jnp.negative),
+    "a change among moves": (_AFFINE, lambda x: (-x[::-1])[np.array([1, 2, 0])].reshape(3, 1).T.ravel()),
     "moves that cancel": (_AFFINE, lambda x: x + x[::-1] - x),
     # A vocabulary with new tokens: averages have the constants, and moments begin as those of the fresh state.
     "concatenated": (_GROWS, lambda x: jnp.concatenate([x, jnp.full((2,), 7, x.dtype)])),
