@@ -312,6 +312,7 @@ SEARCHES = {
     "how-to/over-several-processes.md": "multi host",
     "how-to/bfloat16.md": "mixed precision",
     "how-to/bounds.md": "error bars; bounds for L-BFGS-B",
+    "how-to/least-squares.md": "Levenberg Marquardt; Gauss-Newton; ODE parameters; least squares",
     "how-to/batch-norm.md": "batchnorm",
     "how-to/target-network.md": "replay buffer; exponential moving average; target network",
     "how-to/clip.md": "gradient clipping",
@@ -330,7 +331,7 @@ SEARCHES = {
     "how-to/populations.md": "ensemble",
     "how-to/one-vector.md": "flatten parameters to vector",
     "how-to/prune.md": "pruning",
-    "how-to/two-losses.md": "GAN generator discriminator",
+    "how-to/two-losses.md": "GAN generator discriminator; SAC; soft actor-critic; temperature",
 }
 
 

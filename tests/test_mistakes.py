@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 import treeparams as tp
@@ -236,6 +237,14 @@ def test_a_norm_of_the_value_too_is_warned_of():
         assert tp.global_norm((jnp.array(3.0), {"w": jnp.array([4.0])})) == 5
 
 
+def test_a_declaration_of_which_states_of_nnx_know_nothing_is_warned_of():
+    class Net(nnx.Module):
+        pass
+
+    with pytest.warns(UserWarning, match=r"Net: a state of nnx.split does not.* tp.layout\(state, freeze=..., ties"):
+        tp.declare(Net, ties={"head.kernel": ("embed.embedding", jnp.transpose)})
+
+
 def serialised(path: str, t: Any) -> None:
     eqx.tree_serialise_leaves(path, t.dict)
 
@@ -275,7 +284,12 @@ MODULES: list[Row] = [
     ("rows of a batch", lambda t: nested.parameter_jacobian(loss)(t.model, t.x), ValueError, r"one sample \(of a func"),
     ("examples of a batch", lambda t: nested.per_example_gradients(loss)(t.model, t.x), ValueError, r"f\(model, x\[No"),
     ("lora: a typo", lambda t: matrices.lora(t.model, "layer", 1, key=jax.random.key(0)), ValueError, NEAREST),
-    ("lora(where, model)", lambda t: matrices.lora("w", t.dict, 1, key=jax.random.key(0)), TypeError, "got|expected"),
+    (
+        "lora(where, model)",
+        lambda t: matrices.lora("w", t.dict, 1, key=t.x),
+        TypeError,
+        "first, got 'w': matrices.lora",
+    ),
     ("lora of a bias", lambda t: matrices.lora(t.dict, "b", 1, key=jax.random.key(0)), ValueError, "no parameter with"),
     ("SVD of arrays", lambda t: matrices.SVD(jnp.eye(2), t.x[0], jnp.eye(2)), TypeError, "a Givens for u, got .*SVD.r"),
     ("plan(model, rules)", lambda t: sharding.plan(t.model, {}, {}), TypeError, "expected a mesh, such as jax.make_me"),

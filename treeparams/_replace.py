@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from ._slots.accidents import note_ties
 from ._slots.layout import Layout, look_up
-from ._slots.where import name_of, select
+from ._slots.where import name_of, read, select, subtreedefs
 from ._tree.structure import Structure, is_array, structure_of
 from ._tree.text import describe, in_short
 from ._tree.types import value_of
@@ -39,6 +39,14 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     once, with the array at its source, and the result is set at all its paths. A parameter with an alias that has a
     transform is named by its source.
 
+    A `where` that names a `matrices.Positive` sets its value; one that names its raw array sets that. Name the arrays
+    in other constrained arrays, and in structured matrices.
+
+    >>> from treeparams import matrices
+    >>> model = {"k": matrices.Positive(jnp.array(1.0)), "b": jnp.array(0.0)}
+    >>> matrices.materialise(tp.replace(model, {"k": 2.0}))["k"], tp.replace(model, {"k.raw": 2.0})["k"].raw
+    (Array(2., dtype=float32), Array(2., dtype=float32))
+
     Args:
         model: any pytree.
         values: `{where: value}`. An array must have the shape of each parameter that the `where` selects; a Python
@@ -51,8 +59,9 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
 
     Raises:
         ValueError: an entry selects no parameter, or only parameters that earlier entries selected, or only one of
-            several paths of an array; a value has another shape or dtype.
-        TypeError: `values` is not a dictionary, or a value is not an array, a number or a function.
+            several paths of an array; a value has another shape or dtype, or is no value of the `matrices.Positive`.
+        TypeError: `values` is not a dictionary, or a value is not an array, a number or a function; an entry names a
+            structured matrix or another constrained array, whose arrays have names of their own.
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"values must be a dictionary {{where: value}}, got {describe(values)}")
@@ -68,7 +77,10 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
         if computed and source not in select(structure, where):
             alias, name = structure.paths[computed[0].leaf], structure.paths[source]
             raise ValueError(f"{name_of(where)} names {alias!r}, which is {computed[0]} of {name!r}; write {name!r}")
-        new = _fitting_value(structure, source, where, value, leaves)
+        node = _settable_node(structure, source, where, leaves)
+        at_hand = value_of(leaves[source]) if node is None else node.to_dense()
+        new = _fitting_value(structure, source, where, value, at_hand)
+        new = new if node is None else type(node)(new).raw
         new = jnp.copy(new) if id(new) in taken else new
         taken.add(id(new))
         leaves[source] = jax.new_ref(new) if source in structure.refs else new
@@ -79,10 +91,27 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     return jtu.tree_unflatten(treedef, leaves)
 
 
-def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, leaves: Sequence[Any]) -> Any:
+def _settable_node(structure: Structure, leaf: int, where: object, leaves: Sequence[Any]) -> Any:
+    """Returns the node around a leaf that a `where` names, if it represents an array that can be set."""
+    for span in [span for match in read(structure, where)[0] for span in match.spans]:
+        if span.number is None or not span.start <= leaf < span.stop:
+            continue
+        cls = structure.nodes[span.number].cls
+        if getattr(cls, "is_made_of_its_value", False):
+            return jtu.tree_unflatten(subtreedefs(structure)[span.number], leaves[span.start : span.stop])
+        # Nodes of `matrices`, or of paramax, whose `NonTrainable` is the array that it holds.
+        if hasattr(cls, "to_dense") or (hasattr(cls, "unwrap") and cls.__name__ != "NonTrainable"):
+            raise TypeError(
+                f"{name_of(where)} names a {cls.__name__}, whose value is computed from the arrays in it: name one of "
+                f"these, such as {structure.paths[leaf]!r}, or put another node there, eqx.tree_at(where, model, node)"
+            )
+    return None
+
+
+def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, at_hand: Any) -> Any:
     """Returns the new array for a leaf, in the shape and dtype of the leaf."""
     (shape, dtype, _), path = structure.spec(leaf), structure.paths[leaf]
-    made = _called(where, value, path, value_of(leaves[leaf]))
+    made = _called(where, value, path, at_hand)
     by = f"the function given for {name_of(where)} returned" if made is not value else "got"
     if isinstance(made, (int, float, complex)):
         return jnp.full(shape, made, dtype)
@@ -92,7 +121,7 @@ def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, l
     if (made.shape, got) != (shape, dtype):
         hint = f"; write value.astype({dtype.name!r})" if made.shape == shape else ""
         raise ValueError(f"expected {describe(structure.spec(leaf))} at {path!r}, {by} {describe(made)}{hint}")
-    are_numpy = isinstance(made, np.ndarray) and isinstance(leaves[leaf], np.ndarray)
+    are_numpy = isinstance(made, np.ndarray) and isinstance(at_hand, np.ndarray)
     return made if are_numpy else jnp.asarray(made)
 
 

@@ -49,6 +49,11 @@ def complex_search(t: Any) -> object:
     return search.update(tp.copy(by), search.init(by), by, value=0.0, grad=by, value_fn=lambda model: 0.0)
 
 
+def stepped(rule: Any, t: Any) -> object:
+    tx = optim.trainable(rule)
+    return optim.step(tx, tp.copy(t.tied), tx.init(t.tied), t.tied)
+
+
 rated = optax.inject_hyperparams(optax.sgd)(0.1)
 
 
@@ -120,6 +125,9 @@ OPTIM: list[Row] = [
     ("updates elsewhere", lambda t: optim.apply_updates(t.dict, {"x": t.x}), ValueError, "'x', where the model has no"),
     ("a complex search", complex_search, TypeError, "make two real parameters of 'w'"),
     ("nnx", of_nnx, ValueError, r"variables of flax.nnx.*nnx.split\(net, nnx.Param, \.\.\.\).*optim.step"),
+    ("no value_fn", lambda t: stepped(optax.lbfgs(), t), TypeError, r"'value_fn'\): write optim.step\(tx.*value=value"),
+    ("no value", lambda t: stepped(optax.polyak_sgd(), t), TypeError, r"'value'\): write optim.step\(tx, grads, st"),
+    ("a state for grads", lambda t: updated(t, t.sgd.init(t.dict)), TypeError, "of gradients, .*got a state of Optax"),
     ("None for grads", lambda t: t.tx.update(None, t.state, t.model), TypeError, r"as tp.grad\(loss\)\(model\) ret"),
     ("trainable(freeze=)", lambda t: optim.trainable(t.adam, freeze="w"), TypeError, "'freeze'; write trainable=\"!"),
     ("trainable(frozen=)", lambda t: optim.trainable(t.adam, frozen="zeros"), TypeError, 'write missing="zeros"'),
@@ -194,7 +202,7 @@ ADAPTED: list[Row] = [
     ("no rate in the state", lambda t: optim.adjust(t.state, learning_rate=0.1), ValueError, "optax.inject_hyperpara"),
     ("a rate without a name", lambda t: optim.adjust(t.state, 0.1), TypeError, "as in learning_rate=0.1; got 0.1"),
     ("adjust(tx)", lambda t: optim.adjust(t.tx, learning_rate=0.1), TypeError, "expected a state.*the state comes fir"),
-    ("optax's clip", lambda t: t.state.clip, ValueError, r"write optim.clip_by_global_norm\(max_norm\)"),
+    ("no clip", lambda t: t.state.clip, ValueError, r"no clip here.*clip_by_global_norm\(max_norm"),
     ("set_trainable: order", lambda t: optim.set_trainable(t.tx, t.model, t.state), ValueError, "order: tx, state"),
     ("set_trainable: plain", lambda t: optim.set_trainable(t.sgd, t.state, t.model), TypeError, "whole chain into opt"),
     ("set_trainable: a part", lambda t: optim.set_trainable(t.tx, t.state, t.params), ValueError, OTHER_TREE),

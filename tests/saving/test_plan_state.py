@@ -394,3 +394,13 @@ def test_a_vector_of_the_same_parameters_in_another_order_is_not_opened(tmp_path
     saving.save(path, runs[0])
     with pytest.raises(ValueError, match=r"'back' opens, 'b' is \[0:2\] of shape \(2,\) in the tree, \[2:4\] of shape"):
         saving.load(path, runs[1])
+    tx = optim.trainable(optax.adam(0.1), form="vector")
+    saving.save(path, tx.init(one(a=ramp(2), b=ramp(2))))
+    for like, names in (
+        ({"u": ramp(4)}, "u in the tree, a, b in the file"),
+        ({"a": ramp(4)}, "a in the tree, a, b in"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"(?s)does not fit.*state at '' holds {names}.*saving.plan\(path, model, ren"
+        ):
+            saving.load(path, tx.init(like))

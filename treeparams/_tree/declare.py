@@ -15,7 +15,7 @@ import jax
 
 from .paths import Glob, join_path, nearest, quote, split_path
 from .static_keys import with_object
-from .text import describe, function_name, unknown_argument
+from .text import describe, function_name, unknown_argument, warn
 
 Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
 """Ties as users write them: `{alias: path}` or `{alias: (path, transform)}`."""
@@ -140,6 +140,9 @@ def declare(cls: type, *, freeze: str | Sequence[str] = (), ties: Given | None =
         freeze: globs over paths relative to an instance; all parameters at or below a match are frozen.
         ties: `{alias: path}` or `{alias: (path, transform)}`, paths relative to an instance; as for `tp.layout`.
 
+    Warns:
+        UserWarning: `cls` is a module of Flax's nnx, whose state, `nnx.split`, is of another class.
+
     Raises:
         TypeError: `cls` is not a class.
         ValueError: the class is a dataclass or NamedTuple and has no such field.
@@ -158,6 +161,9 @@ def declare(cls: type, *, freeze: str | Sequence[str] = (), ties: Given | None =
         first = split_path(path)[:1]
         if not any(first and Glob(join_path(first)).selects((quote(name),)) for name in names):
             raise ValueError(f"{cls.__qualname__} has no field for {path!r}{nearest(path, names)}")
+    if _is_flax(cls, "Module"):
+        layout = "write tp.layout(state, freeze=..., ties=...) and pass that layout"
+        warn(f"{cls.__qualname__}: a state of nnx.split does not know its class, so this has no effect on it: {layout}")
     registry.classes[cls] = Declared({}, frozen, read)
     registry.version += 1
 

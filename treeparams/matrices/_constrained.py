@@ -218,6 +218,8 @@ class Positive(AbstractConstrained):
 
     raw: Float[Array, "..."]
 
+    is_made_of_its_value: ClassVar[bool] = True  # so `tp.replace` can set it
+
     def __init__(self, w: Array | np.ndarray):
         w = as_real(w)
         if not isinstance(w, Tracer):

@@ -331,7 +331,10 @@ def lora(
     Raises:
         ValueError: `where` selects nothing with two axes, an array with more, a part of a matrix, or only some of the
             paths of one array.
+        TypeError: the model does not come first.
     """
+    if isinstance(model, (str, type)):
+        raise TypeError(f"the model comes first, got {model!r}: matrices.lora(model, where, rank, key=key)")
     structure = structure_of(model)[2]
     units, treedef = jtu.tree_flatten(model, is_leaf=_is_unit)
     unit_of = [i for i, unit in enumerate(units) for _ in jtu.tree_leaves(unit)]

@@ -173,7 +173,7 @@ class TrainableState:
         """
         found = nodes_of(ClipState, (self.runs, self.held))
         if not found:
-            raise ValueError("Optax's clip keeps no norm: write optim.clip_by_global_norm(max_norm)")
+            raise ValueError("no clip here keeps its norm: put optim.clip_by_global_norm(max_norm) into the chain")
         return found[0]
 
     def summary_notes(self) -> dict[str, str]:

@@ -290,6 +290,8 @@ class Rule:
         parts = parts_of(model, state.roles.layout, grads)
         gradients = self._gradients(parts, grads)
         absent = [slot for slot, given in enumerate(gradients) if given is None]
+        if len(absent) == len(gradients) and nodes_of(optax.EmptyState, grads):
+            raise TypeError("expected a tree of gradients, as tp.grad(loss)(model) returns it, got a state of Optax")
         if absent:
             self._warn_of_no_gradient(parts, running, absent)
         sight, gradients = self._sight(parts, gradients, absent, extra)
@@ -356,13 +358,20 @@ class Rule:
         """Returns the update of the rule, a function of its state."""
         further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
         shown, params = sight.show(gradients), sight.show(sight.parts.slots)
-        if not self._is_scaled:
-            return lambda before: self.tx.update(shown, before, params, **further)
         by_parameter = functools.partial(spread, sight.parts.index, sight.layout, sight.form)
 
         def update(before: PyTree) -> tuple[PyTree, PyTree]:
-            made, after = self.tx.update(shown, told(before, by_parameter), params, **further)
-            return made, told(after, None)
+            seen = told(before, by_parameter) if self._is_scaled else before
+            try:
+                made, after = self.tx.update(shown, seen, params, **further)
+            except TypeError as error:
+                if "required keyword-only argument" not in str(error):
+                    raise
+                raise TypeError(
+                    f"the transformation needs more than gradients ({error}): write optim.step(tx, grads, state, "
+                    "model, value=value, grad=grads, value_fn=lambda model: loss(model, x)), or what it needs of these"
+                ) from error
+            return made, told(after, None) if self._is_scaled else after
 
         return update
 

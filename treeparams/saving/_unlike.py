@@ -13,7 +13,7 @@ from .._files.file import File
 from .._files.names import head_of, heads_of, split_name
 from .._files.values import from_words
 from .._tree.paths import join_path, nearest
-from .._tree.text import describe, quoted
+from .._tree.text import describe, first_few, quoted
 from ._contents import Contents, places_in_words
 
 _ARRAYS_ALONE = "; saving.plan(path, tree)(path) loads only the arrays of the file, no numbers"
@@ -189,6 +189,14 @@ def _unlike_joined(contents: Contents, file: File) -> Iterator[str]:
         here, there = _pieces_in(words), _pieces_in(file.words["states"].get(path, words))
         pairs.append((f"the state at {path!r}", here, there))
     for where, here, there in pairs:
+        held = [dict.fromkeys(name.partition(" at ")[0] for name in each) for each in (here, there)]
+        if held[0].keys() != held[1].keys():
+            ours, theirs = (first_few(list(names)) or "nothing" for names in held)
+            yield (
+                f"{where} holds {ours} in the tree, {theirs} in the {file.noun}: load with the model that was saved, "
+                "or map its names, saving.plan(path, model, rename={old: new}).state(path, like=tx.init(model))"
+            )
+            continue
         name = next((name for name in (*here, *there) if here.get(name) != there.get(name)), None)
         if name is not None:
             ours, theirs = (_located(each.get(name)) for each in (here, there))
