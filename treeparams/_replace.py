@@ -69,6 +69,7 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     index = look_up(structure, layout, leaves)[1]
     entries = list(values.items())
     found = index.first_entries(list(values), asked=index.distinct)
+    named = [_nodes_named(structure, where) for where in values]
     # An array at two places is a tie. So each parameter gets an array of its own where you give one for several.
     taken = {id(leaf) for i, leaf in enumerate(leaves) if is_array(leaf) and index.sources.get(i, i) not in found}
     for source, number in found.items():
@@ -77,7 +78,7 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
         if computed and source not in select(structure, where):
             alias, name = structure.paths[computed[0].leaf], structure.paths[source]
             raise ValueError(f"{name_of(where)} names {alias!r}, which is {computed[0]} of {name!r}; write {name!r}")
-        node = _settable_node(structure, source, where, leaves)
+        node = _settable_node(structure, source, where, named[number].get(source), leaves)
         at_hand = value_of(leaves[source]) if node is None else node.to_dense()
         new = _fitting_value(structure, source, where, value, at_hand)
         new = new if node is None else type(node)(new).raw
@@ -91,21 +92,29 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     return jtu.tree_unflatten(treedef, leaves)
 
 
-def _settable_node(structure: Structure, leaf: int, where: object, leaves: Sequence[Any]) -> Any:
-    """Returns the node around a leaf that a `where` names, if it represents an array that can be set."""
-    for span in [span for match in read(structure, where)[0] for span in match.spans]:
-        if span.number is None or not span.start <= leaf < span.stop:
-            continue
+def _nodes_named(structure: Structure, where: object) -> dict[int, Any]:
+    """Returns for each leaf in a node that a `where` names, and that represents an array, where its leaves lie."""
+    spans = [span for match in read(structure, where)[0] for span in match.spans if span.number is not None]
+    found = {}
+    for span in spans:
         cls = structure.nodes[span.number].cls
-        if getattr(cls, "is_made_of_its_value", False):
-            return jtu.tree_unflatten(subtreedefs(structure)[span.number], leaves[span.start : span.stop])
         # Nodes of `matrices`, or of paramax, whose `NonTrainable` is the array that it holds.
         if hasattr(cls, "to_dense") or (hasattr(cls, "unwrap") and cls.__name__ != "NonTrainable"):
-            raise TypeError(
-                f"{name_of(where)} names a {cls.__name__}, whose value is computed from the arrays in it: name one of "
-                f"these, such as {structure.paths[leaf]!r}, or put another node there, eqx.tree_at(where, model, node)"
-            )
-    return None
+            found |= dict.fromkeys(range(span.start, span.stop), span)
+    return found
+
+
+def _settable_node(structure: Structure, leaf: int, where: object, span: Any, leaves: Sequence[Any]) -> Any:
+    """Returns the node around a leaf that represents an array, if its value can be set; `None` if it represents none."""
+    if span is None:
+        return None
+    cls = structure.nodes[span.number].cls
+    if getattr(cls, "is_made_of_its_value", False):
+        return jtu.tree_unflatten(subtreedefs(structure)[span.number], leaves[span.start : span.stop])
+    raise TypeError(
+        f"{name_of(where)} names a {cls.__name__}, whose value is computed from the arrays in it: name one of "
+        f"these, such as {structure.paths[leaf]!r}, or put another node there, eqx.tree_at(where, model, node)"
+    )
 
 
 def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, at_hand: Any) -> Any:
