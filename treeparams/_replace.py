@@ -105,7 +105,7 @@ def _nodes_named(structure: Structure, where: object) -> dict[int, Any]:
 
 
 def _settable_node(structure: Structure, leaf: int, where: object, span: Any, leaves: Sequence[Any]) -> Any:
-    """Returns the node around a leaf that represents an array, if its value can be set; `None` if it represents none."""
+    """Returns the node around a leaf if you can set its value; `None` if no node there represents an array."""
     if span is None:
         return None
     cls = structure.nodes[span.number].cls
