@@ -1,18 +1,22 @@
-"""Optax over a vector and over stacks: equal to Optax leaf by leaf, and refused where it is not."""
+"""Optax over a vector and over stacks: equal to Optax leaf by leaf, also where rows of stacks wait."""
 
 import functools
 
 import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.core import Tracer
 
 import treeparams as tp
 from treeparams import optim
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+from ..zoo import STACKS, assert_close, assert_same, bits, filled, ramp
+from .shared import FORMS, made
 
 
 class Layer(eqx.Module):
@@ -21,18 +25,17 @@ class Layer(eqx.Module):
     mean: jax.Array = tp.field(trainable=False)
 
 
-def _normal(*shape, seed=0):
-    return jax.device_put(np.asarray(np.random.default_rng(seed).normal(size=shape), np.float32))
+_normal = lambda *shape, seed=0: jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
-def _net():
-    layers = [Layer(_normal(4, 4, seed=i), _normal(4, seed=9 + i), _normal(4)) for i in range(3)]
+def _net(count=3):
+    layers = [Layer(_normal(4, 4, seed=i), _normal(4, seed=9 + i), _normal(4)) for i in range(count)]
     return {"layers": layers, "out": _normal(4, seed=30)}
 
 
-def _model():
-    embed, low = _normal(4, 6, seed=20), jax.device_put(np.asarray(_normal(4)).astype(jnp.bfloat16))
-    return _net() | {"decoder": embed.T, "embed": embed, "head": embed, "low": low, "scale": _normal(), "steps": 3}
+def _model(dtype=jnp.bfloat16):
+    embed, low = _normal(4, 6, seed=20), jax.device_put(np.asarray(_normal(4)).astype(dtype))
+    return _net(2) | {"decoder": embed.T, "embed": embed, "head": embed, "low": low, "scale": _normal(), "steps": 3}
 
 
 LAYOUT = tp.layout(_model(), ties={"decoder": ("embed", jnp.transpose)})
@@ -58,12 +61,27 @@ def _groups(of):
     return optax.chain(clip(0.5), optim.groups(rules, default=of(momentum)), doubled)
 
 
+_matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+_by_rank = {0: optax.adamw(0.1, weight_decay=0.5, mask=_matrices), 1: optax.sm3(0.1), 2: optax.lars(0.1)}
+FALLS = optax.linear_schedule(0.1, 0.01, 3)
+BLOCKS = optax.centralize(), optax.adaptive_grad_clip(0.1), optax.sgd(0.1), optax.clip_by_block_rms(0.01)
 EQUAL = {  # within `of`, over stacks, is what looks at each leaf
-    "clip and lamb": lambda of: optax.chain(clip(0.5), of(optax.lamb(0.1))),
-    "MultiSteps around": lambda of: optax.MultiSteps(of(optax.lamb(0.1)), 2),
+    "clip and rates inside": lambda of: optax.chain(
+        clip(0.5), of(optax.inject_hyperparams(optax.lamb, hyperparam_dtype=jnp.float32)(FALLS))
+    ),
+    "MultiSteps around": lambda of: optax.MultiSteps(of(optax.adafactor(0.1, min_dim_size_to_factor=4)), 2),
+    "MultiSteps inside": lambda of: of(optax.MultiSteps(optax.chain(*BLOCKS), 2)),
     "groups in a chain": _groups,
-    "adamw as it is": lambda of: optax.apply_if_finite(optax.adamw(optax.linear_schedule(0.1, 0.01, 3)), 3),
+    "adamw as it is": lambda of: optax.apply_if_finite(optax.adamw(FALLS), 3),
+    "schedule_free": lambda of: of(optax.contrib.schedule_free_adamw(0.1, warmup_steps=2)),
+    "labels by rank": lambda of: of(optax.partition(_by_rank, lambda params: jax.tree.map(jnp.ndim, params))),
+    "a plateau": lambda of: of(
+        optax.chain(optax.centralize(), optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9))
+    ),
 }
+
+
+OF_SEVERAL_DTYPES = ("clip and rates inside", "MultiSteps around", "groups in a chain", "adamw as it is")
 BLIND = {  # over a vector, rules of each kind that treats all elements alike
     "global norm": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1, momentum=0.9)),
     "further arguments": optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(3)),
@@ -76,8 +94,8 @@ BLIND = {  # over a vector, rules of each kind that treats all elements alike
     ("form", "name"), [*[("stacks", name) for name in EQUAL], *[("vector", name) for name in BLIND]]
 )
 def test_equals_optax_leaf_by_leaf(form, name):
-    # A vector has one dtype: what couples leaves would see other digits of a bfloat16 one.
-    model = _model() if form == "stacks" else _model() | {"low": _normal(4)}
+    # Of several dtypes a vector has the widest, and Optax has one for rates and sums of all leaves of a tree.
+    model = _model(jnp.bfloat16 if name in OF_SEVERAL_DTYPES else jnp.float32)
     layout = tp.layout(model, ties={"decoder": ("embed", jnp.transpose)})
     params, rest = tp.partition(model, layout)
 
@@ -85,8 +103,7 @@ def test_equals_optax_leaf_by_leaf(form, name):
         def step(carry, _):
             model = tp.combine(carry[0], rest)
             value, grads = tp.value_and_grad(_loss, layout)(model)
-            extra = {"value": value, "grad": grads, "value_fn": _loss} if name == "further arguments" else {}
-            model, state = optim.step(tx, grads, carry[1], model, **extra)
+            model, state = optim.step(tx, grads, carry[1], model, value=value, grad=grads, value_fn=_loss)
             return (tp.partition(model, layout)[0], state), None
 
         return jax.lax.scan(step, (params, tx.init(tp.combine(params, rest))), length=5)[0][0]
@@ -127,23 +144,8 @@ def test_groups_over_stacks_are_one_division():
     tall = lambda model: [layer.w for layer in model["layers"] if layer.w.shape[0] > 2]
     tx = optim.trainable(optim.groups({"embed": one, tall: one}, one), LAYOUT, form="stacks")
     report = optim.report(tx, _model(), tx.init(_model()))
-    assert {path for path, name in report.groups.items() if "lambda" in name} == {f"layers.{i}.w" for i in range(3)}
+    assert {path for path, name in report.groups.items() if "lambda" in name} == {f"layers.{i}.w" for i in range(2)}
     assert report.groups["embed"] == "embed"
-
-
-@pytest.mark.parametrize("way", [{"grads": {"b": None}}, {"active": {"b": False}}])
-def test_rows_wait_beside_a_group_without_parameters(way):
-    model = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2)), "c": jnp.ones(3)}
-    both = optim.groups({"[ab]": rows(optax.adam(0.1))}, default=rows(optax.adam(0.1)))
-    tx = optim.trainable(both, "[ab]", form="stacks")
-    extra = {"active": way["active"]} if "active" in way else {}
-    new, state = optim.step(tx, model | way.get("grads", {}), tx.init(model), model, **extra)
-    np.testing.assert_allclose([new["a"][0, 0], new["b"][0, 0]], [0.9, 1.0], rtol=1e-5)
-    again = optim.step(tx, model, optim.set_trainable(tx, state, new), new)[0]  # the group has a parameter now
-    assert float(again["c"][0]) < 1
-
-
-# -- A vector ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
@@ -162,3 +164,255 @@ def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
     np.testing.assert_array_equal(tx.update(tp.copy(model), state, model, temperature=3.0)[0]["a"], 3.0)
     tx.init(model)
     assert len(calls) == tried + 1
+
+
+# -- Rows that wait: another layer each step in one program, and what has no gradient ----------------------------------
+
+RULE = optax.adamw(optax.linear_schedule(0.1, 0.01, 5), weight_decay=0.5)
+CLIPPED = optim.trainable(optax.chain(clip(0.5), rows(RULE)), form="stacks")
+PLACE = tp.stack(_net())[1].place
+PARTS = ("layers.0.w", "layers.1.w", "layers.2.w", "out")
+gradient = tp.jit(tp.grad(_loss))
+
+
+def _row(state, path):
+    """The state of a parameter of the net: its row of what `optim.per_leaf` keeps."""
+    _, key, row = PLACE(path)
+    return jax.tree.leaves(jax.tree.map(lambda leaf: np.asarray(leaf)[row], state.runs[0][1].states[key]))
+
+
+_moved = lambda updates: {path for path, leaf in tp.trainables(updates).items() if np.any(np.asarray(leaf) != 0)}
+
+
+def _in_turns(turns, params, rest):
+    """Plain Optax: each layer has a state of its own, and waits by not being called."""
+    parts = {f"layers.{i}": layer for i, layer in enumerate(params["layers"])} | {"out": params["out"]}
+    states, norm = {name: RULE.init(part) for name, part in parts.items()}, clip(0.5).init(params)
+    for turn in turns:
+        net = tp.combine({"layers": [parts[f"layers.{i}"] for i in range(3)], "out": parts["out"]}, rest)
+        grads = gradient(net)
+        here, norm = clip(0.5).update({f"layers.{turn}": grads["layers"][turn], "out": grads["out"]}, norm)
+        for name, given in here.items():
+            steps, states[name] = RULE.update(given, states[name], parts[name])
+            parts[name] = optax.apply_updates(parts[name], steps)
+    return [*parts.values()], norm, [each[0].count for each in states.values()]
+
+
+def test_another_layer_each_step_of_each_model_of_an_ensemble_is_optax_by_hand():
+    (params, rest), turns = tp.partition(_net()), np.array([[0, 2, 1, 2], [1, 1, 0, 2]])
+    several = jax.tree.map(lambda leaf: jax.device_put(np.stack([leaf, np.asarray(leaf) + 1])), params)
+
+    def one(carry, turn):
+        net = tp.combine(carry[0], rest)
+        grads = tp.grad(_loss)(net)
+        # What must not be looked at where a layer waits.
+        spoilt = lambda i, layer: jax.tree.map(lambda x: jnp.where(turn == i, x, [np.nan, np.inf, 9.0][i]), layer)
+        grads["layers"] = [spoilt(i, layer) for i, layer in enumerate(grads["layers"])]
+        active = {f"layers.{i}": turn == i for i in range(3)}
+        net, state = optim.step(CLIPPED, grads, carry[1], net, active=active)
+        return (tp.partition(net)[0], state), None
+
+    start = lambda params: (params, CLIPPED.init(tp.combine(params, rest)))
+    run = jax.vmap(lambda params, turns: jax.lax.scan(one, start(params), turns)[0])
+    hand = lambda several: [_in_turns(t, jax.tree.map(lambda x, i=i: x[i], several), rest) for i, t in enumerate(turns)]
+    got, state = jax.jit(run)(several, turns)
+    for i, by_hand in enumerate(hand(several)):
+        (nets, own) = jax.tree.map(lambda leaf, i=i: leaf[i], (got, state))
+        counts = [own.runs[0][1].states[key][0].count[row] for _, key, row in map(PLACE, PARTS)]
+        assert_close(([*nets["layers"], nets["out"]], own.runs[0][0], counts), by_hand, 1e-5)
+
+
+LEAVES = tuple(tp.layout(_net()).paths)
+
+
+@hypothesis.settings(deadline=None, max_examples=6, derandomize=True)
+@hypothesis.given(waiting=st.sets(st.sampled_from(LEAVES)), is_traced=st.booleans())
+def test_any_choice_of_rows_that_wait_gives_the_bits_of_those_that_step_together(waiting, is_traced):
+    net, flag = _net(), jnp.array(False) if is_traced else False
+    grads, tx = gradient(net), made(STACKS, optax.chain(optax.scale(1.0), rows(RULE)))
+    _, state = tx.update(grads, tx.init(net), net)
+    together, after_all = tx.update(grads, state, net)
+    updates, after = tx.update(grads, state, net, active=dict.fromkeys(waiting, flag))
+    for path, step in tp.trainables(updates).items():
+        want = -np.zeros(step.shape, "f4") if path in waiting else tp.trainables(together)[path]
+        assert bits(step) == bits(want)
+        assert_same(_row(after, path), _row(state if path in waiting else after_all, path))
+
+
+def test_what_waits_keeps_its_bits_and_counts_in_no_norm():
+    odd, more = jnp.array([-0.0, 0.0, jnp.inf, jnp.nan, 1e-6]), ramp(5)
+    low, pairs = (jax.device_put(np.asarray(odd).astype(dtype)) for dtype in (jnp.bfloat16, jnp.complex64))
+    model = {"odd": odd, "low": low, "c": pairs, "moves": more, "tied": odd}
+    rule = optax.chain(optax.add_decayed_weights(0.5), clip(1.0), optax.sgd(0.1))
+    tx = STACKS(rule, tp.layout(model))
+    grads = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), model) | {"moves": more}
+    flags = (False, np.False_, np.array(False), jnp.array(False))
+    state, ways = tx.init(model), [(grads, {"moves": True, "**": flag}) for flag in flags]
+    for given, active in [*ways, ({"moves": more}, {})]:
+        updates, _ = tx.update(given, state, model, active=active)
+        for after in (optim.apply_updates(model, updates), eqx.apply_updates(model, updates)):
+            for name in ("odd", "low", "c", "tied"):
+                assert bits(after[name]) == bits(model[name])
+            assert_close(after["moves"], more - 0.1 * more / jnp.linalg.norm(more))
+
+
+def test_who_is_named_and_the_first_entry():
+    shared, linear = ramp(4, 4), filled(eqx.nn.Linear, 4, 4)
+    model = {"a": [Layer(shared, ramp(4), ramp(4)), linear], "z": shared, "s": ramp()}
+    tx, everything = optim.trainable(optax.sgd(1.0), form="stacks"), {"a.0.w", "a.0.b", "a.1.weight", "a.1.bias", "s"}
+    cases = (
+        (None, set()),
+        ({("a.0.w", "z"): False}, {"a.0.w"}),
+        ({"**.b*": False}, {"a.0.b", "a.1.bias"}),
+        ({eqx.nn.Linear: False}, {"a.1.weight", "a.1.bias"}),
+        ({lambda model: model["a"][0].w: False}, {"a.0.w"}),
+        ({matrices: False}, {"a.0.w", "a.1.weight"}),
+        ({("a.*", "!a.1"): False}, {"a.0.w", "a.0.b"}),
+        ({"a.0.b": False, "a": True, "**": False}, {"s", "a.0.b"}),
+        ({"**": False}, everything),
+    )
+    grads, state = tp.copy(tp.partition(model)[0]), tx.init(model)
+    for active, waits in cases:
+        assert _moved(tx.update(grads, state, model, active=active)[0]) - {"z"} == everything - waits
+
+
+def test_errors_of_active(without_type_checks):
+    net, state = _net(), CLIPPED.init(_net())
+    for active, error, match in (
+        ({"layer.1": True}, ValueError, "'layer.1' selects nothing; nearest: 'layers.1'"),
+        ({"layers": True, "layers.1": False}, ValueError, "'layers.1' comes too late: 'layers' before it selects"),
+        ({"layers.1": 1}, TypeError, r"active\['layers.1'\] must be a bool, or a scalar array of one, got int"),
+        ({"layers.1": jnp.ones(())}, TypeError, r"must be a bool, or a scalar array of one, got float32\[\]"),
+        ({"layers.1": np.array([True])}, TypeError, r"must be a bool, or a scalar array of one, got bool\[1\]"),
+        (["layers.1"], TypeError, r"active must be a dictionary \{where: flag\}, got list"),
+        ("layers.1", TypeError, r"active must be a dictionary \{where: flag\}, got "),
+    ):
+        with pytest.raises(error, match=match):
+            CLIPPED.update(tp.copy(net), state, net, active=active)
+    for form in FORMS[:2]:
+        tx = form(optax.sgd(0.1))
+        for active in ({"layers.1": False}, {}, None):
+            with pytest.raises(TypeError, match=r"write optim.trainable\(tx, form=\"stacks\"\)"):
+                optim.step(tx, tp.copy(net), tx.init(net), net, active=active)
+
+
+KEPT = {  # state that is not kept row by row, by what the error calls it
+    r"state\[0\].count": optax.adam(0.1),
+    r"state.count": optax.inject_hyperparams(lambda rate: rows(optax.sgd(rate)))(0.1),
+    r"state.inner_states\['out'\].*.count": optim.groups({"out": optax.adam(0.1)}, default=rows(optax.sgd(0.1))),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_holds_state_must_be_kept_by_row_for_rows_to_wait(name):
+    net, tx = _net(), optim.trainable(KEPT[name], form="stacks")
+    grads, state = tp.partition(net)[0], tx.init(net)
+    flag, match = jnp.array(True), f"keeps state that is not kept row by row, {name}: put optimisers with state inside"
+    for wrong, active in ((grads, {"layers.0": False}), (grads, {"layers.0": flag}), (grads | {"out": None}, {})):
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(functools.partial(tx.update, active=active), wrong, state, net)
+    _, after = jax.eval_shape(functools.partial(tx.update, active={"**": True}), grads, state, net)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("way", [{"grads": {"b": None}}, {"active": {"b": False}}])
+def test_rows_wait_beside_a_group_without_parameters(way):
+    model = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2)), "c": jnp.ones(3)}
+    both = optim.groups({"[ab]": rows(optax.adam(0.1))}, default=rows(optax.adam(0.1)))
+    tx = optim.trainable(both, "[ab]", form="stacks")
+    extra = {"active": way["active"]} if "active" in way else {}
+    new, state = optim.step(tx, model | way.get("grads", {}), tx.init(model), model, **extra)
+    np.testing.assert_allclose([new["a"][0, 0], new["b"][0, 0]], [0.9, 1.0], rtol=1e-5)
+    again = optim.step(tx, model, optim.set_trainable(tx, state, new), new)[0]  # the group has a parameter now
+    assert float(again["c"][0]) < 1
+
+
+def test_state_that_is_kept_by_row_waits_wherever_it_stands():
+    """Beside `optim.per_leaf`; in it, where a norm comes after it; the boundary may be in a wrapper of Optax."""
+    net, grads = _net(), tp.partition(_net())[0]
+    tx = optim.trainable(optax.chain(optax.trace(0.9), rows(optax.scale_by_adam()), clip(1.0)), form="stacks")
+    around = optax.MultiSteps(optim.trainable(optax.sgd(1.0), form="stacks"), 1)
+    _, state = tx.update(grads, tx.init(net), net)
+    updates, after = tx.update(grads, state, net, active={"layers.0": False})
+    _, both = tx.update(grads, state, net, active={"layers": True})
+    for path in state.layout.paths:
+        key, row = state.layout[path].key, state.layout[path].row
+        of_row = lambda state, key=key, row=row: jax.tree.map(
+            lambda leaf: leaf[row], (state.runs[0][0].trace[key], state.runs[0][1].states[key])
+        )
+        assert_same(of_row(after), of_row(state if path.startswith("layers.0") else both))
+    assert "layers.0.w" not in _moved(updates)
+    np.testing.assert_allclose(tp.global_norm(updates), 1.0, 1e-5)  # of those that move alone
+    stepped, _ = optim.step(around, grads, around.init(grads), grads, active={"out": False})
+    assert_same(stepped, jax.tree.map(jnp.zeros_like, grads) | {"out": grads["out"]})
+
+
+def test_gradients_among_the_extra_arguments_are_zero_where_rows_wait():
+    net, seen, (_, key, row) = _net(), [], PLACE("out")
+
+    def look(grads, state, params=None, *, grad, grad_fn=lambda _: {}, **_):
+        trees = (grads, grad, grad_fn(params))
+        seen.extend(np.asarray(tree[key][row]) for tree in trees if key in tree and not isinstance(tree[key], Tracer))
+        return grads, state
+
+    tx = optim.trainable(optax.GradientTransformationExtraArgs(lambda params: (), look), form="stacks")
+    state, grads, spoilt = tx.init(net), gradient(net), np.full(4, np.nan, np.float32)
+    for out, active in ((None, {}), (spoilt, {"out": False}), (spoilt, {"out": jnp.array(False)}), (grads["out"], {})):
+        given = grads | {"out": out}
+        tx.update(given, state, net, grad=given, grad_fn=lambda net, given=given: given, active=active)
+    np.testing.assert_array_equal(seen, [*np.zeros((9, 4)), *[grads["out"]] * 3])
+
+
+def test_more_layers_take_no_more_masks_and_a_first_step_that_waits_is_not_warned_of():
+    tx = optim.trainable(rows(optax.sgd(0.1, momentum=0.9)), form="stacks")
+
+    def masks(layers):
+        net = {"layers": [{"w": ramp(2, 2), "b": ramp(2)} for _ in range(layers)]}
+        one = lambda net, state, flags: tx.update(
+            tp.copy(net), state, net, active={f"layers.{i}": flags[i] for i in range(layers)}
+        )
+        text = jax.jit(one).lower(net, tx.init(net), np.ones(layers, bool)).as_text()
+        return text.count("stablehlo.select") + text.count("call @_where")
+
+    assert masks(9) == masks(3) > 0
+    model = {"a": ramp(2)}
+    state = tx.init(model)
+    for flag in (False, jnp.array(False)):
+        assert_same(tx.update(tp.copy(model), state, model, active={"**": flag})[1], state)
+    with pytest.warns(UserWarning, match="no gradient so far for a, which the state trains"):
+        tx.update({}, state, model)
+
+
+def test_a_history_waits_whole_without_rows():
+    net, tx = _net(), optim.trainable(optax.adam(0.1), form="stacks")
+    grads = tp.partition(net)[0]
+    cases = ((grads | {"out": None}, {}), (grads, {"out": False}), (grads, {"**": False}))
+    _, state = tx.update(grads, tx.init(net), net)
+    _, state = tx.update(grads, optim.set_trainable(tx, state, net, "layers"), net)
+    state = optim.set_trainable(tx, state, net)
+    *waited, (_, same) = [tx.update(given, state, net, active=active) for given, active in cases]
+    assert [int(count) for count in state.counts] == [2, 1]
+    for updates, after in waited:
+        assert "out" not in _moved(updates)
+        assert_same((after.runs[1], [int(count) for count in after.counts]), (state.runs[1], [3, 1]))
+    assert_same(same, state)
+
+
+def test_rows_without_a_gradient_wait_and_have_no_update():
+    net = _net()
+    every, nothing = gradient(net), (None, optax.MaskedNode(), np.zeros(4, jax.dtypes.float0))
+    without = [every | {"out": each} for each in nothing] + [{"layers": every["layers"]}]
+    active = {"layers.0": True, "out": True, "**": False}
+    ways = [(every, {"out": False}), *[(grads, None) for grads in without], (without[0], active), ({}, None)]
+    _, state = CLIPPED.update(every, CLIPPED.init(net), net)
+    results = [CLIPPED.update(grads, state, net, active=flags) for grads, flags in ways]
+    (flagged, same), *absent, (few, _), (none, unmoved) = results
+    for updates, after in absent:
+        assert (updates["out"], _row(after, "out")[0]) == (None, 1)
+        assert_same(_row(after, "out"), _row(state, "out"))
+        assert_same((updates["layers"], after), (flagged["layers"], same))
+        assert float(after.runs[0][0].norm) < float(state.runs[0][0].norm)  # the state of the norm goes on
+    stepped = optim.apply_updates(net, updates)
+    assert (stepped["out"] is net["out"], stepped["layers"][0].mean is net["layers"][0].mean) == (True, True)
+    assert (few["out"], _moved(few), jax.tree.leaves(none)) == (None, {"layers.0.w", "layers.0.b"}, [])
+    assert_same(unmoved, state)

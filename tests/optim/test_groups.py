@@ -1,4 +1,4 @@
-"""groups, report and adjust: a transformation for each part of a model, and the rates of each."""
+"""What goes into a rule: groups with the rates of each, the norm that is clipped, a factor for each parameter."""
 
 import pickle
 import re
@@ -9,23 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import STACKS, assert_close, assert_same, ramp
+from ..zoo import STACKS, VECTOR, ZOO, Norm, assert_close, assert_same, first_devices, ramp
+from .shared import FORMS, forms
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
 sgd = optax.inject_hyperparams(optax.sgd)
-forms = pytest.mark.parametrize("form", [optim.trainable, STACKS])
-
-
-def _model():
-    return {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 2)), "v": jnp.ones(1)}, "n": jnp.array(3)}
-
-
-def groups(rules, default=None, trainable=None, form=optim.trainable):
-    return form(optim.groups(rules, default), trainable)
+two_forms = pytest.mark.parametrize("form", [optim.trainable, STACKS])
+_model = lambda: {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 2)), "v": jnp.ones(1)}, "n": jnp.array(3)}
+groups = lambda rules, default=None, trainable=None, form=optim.trainable: form(optim.groups(rules, default), trainable)
 
 
 def rates(tx, model, state=None, grads=None):
@@ -36,7 +31,7 @@ def rates(tx, model, state=None, grads=None):
     return {path: -float(leaf.ravel()[0]) for path, leaf in tp.trainables(updates).items()}
 
 
-@forms
+@two_forms
 def test_any_where_is_a_key_and_the_first_match_wins(form):
     model = {"b": _model()["b"], "c": [eqx.nn.Linear(2, 1, key=jax.random.key(0))], "d": {"x": ramp(1), "y": ramp(1)}}
     keys = ("b.w", re.compile("b"), eqx.nn.Linear, lambda model: model["d"]["x"], ("d.y", "b.v"))
@@ -54,22 +49,17 @@ def test_equals_optax_partition_wherever_it_stands():
     around = [rules, optax.chain(optax.identity(), rules), optax.inject_hyperparams(lambda: rules)()]
     labels = lambda params: {"a": "clip", "b": {"w": "momentum", "v": "momentum"}, "n": None}
     plain = optax.multi_transform({"momentum": momentum, "clip": clip}, labels)
-
-    @jax.jit
-    def run(model):
-        results = []
-        for tx in (*map(optim.trainable, (plain, *around)), *map(STACKS, around)):
-            _, state = tx.update(tp.copy(model), tx.init(model), model)
-            results.append(tx.update(tp.copy(model), state, model)[0])
-        return results
-
-    want, *others = run(model)
+    results = []
+    for tx in (*map(optim.trainable, (plain, *around)), *map(STACKS, around)):
+        _, state = tx.update(tp.copy(model), tx.init(model), model)
+        results.append(tx.update(tp.copy(model), state, model)[0])
+    want, *others = results
     for got in others:
         assert_same(got, want, identity=False)
     np.testing.assert_allclose(want["a"], -np.sqrt(0.5), rtol=1e-6)
 
 
-@forms
+@two_forms
 def test_labels_are_those_of_the_parameters_and_positions_count_from_the_end(form):
     class Calls(eqx.Module):
         w: jax.Array
@@ -100,11 +90,7 @@ def test_none_is_not_zero_in_groups():
     assert_same((after.mu["b"]["v"], int(after.count)), (before.mu["b"]["v"], int(before.count) + 1))
 
 
-def _plus_nothing(x):
-    return 1.0 * x
-
-
-@forms
+@two_forms
 def test_a_tie_goes_where_its_own_path_goes(form):
     shared = jnp.array([1.0, 2.0])
     model = {"embed": shared, "head": shared, "body": jnp.ones(1)}
@@ -117,13 +103,13 @@ def test_a_tie_goes_where_its_own_path_goes(form):
     with pytest.raises(ValueError, match=r"names 'head', but 'embed' and 'head' are one array.* or write 'embed'"):
         groups({"head": optax.sgd(1.0)}, optax.sgd(1.0), None, form).init(model)
     parted = {"embed": shared, "head": shared + 1, "body": jnp.ones(1)}
-    tied = tp.layout(parted, ties={"head": ("embed", _plus_nothing)})
+    tied = tp.layout(parted, ties={"head": ("embed", jnp.negative)})
     tx = groups({"head": optax.sgd(1.0)}, optax.sgd(1.0), tied, form)
     with pytest.raises(ValueError, match=r"'head' names 'embed' by an alias, .*; write 'embed'"):
         tx.init(tp.tie(parted, tied))
 
 
-@forms
+@two_forms
 @pytest.mark.parametrize("where", ["body", tp.leaves(lambda path, leaf: path == "body"), lambda m: m["body"]])
 def test_a_group_of_frozen_leaves_is_empty_until_they_thaw(where, form):
     model = {"embed": jnp.ones(2), "body": jnp.ones(1)}
@@ -133,7 +119,7 @@ def test_a_group_of_frozen_leaves_is_empty_until_they_thaw(where, form):
     assert rates(tx, model, state) == {"embed": 1.0, "body": 0.5}
 
 
-@forms
+@two_forms
 def test_errors_of_groups(form, without_type_checks):
     one = optax.sgd(1.0)
     for rules, default, match in (
@@ -165,6 +151,33 @@ def test_report(without_type_checks):
     assert str(optim.report(flat, {"a": jnp.ones(2)})).splitlines()[1:] == ["a     2      float32  trained"]
 
 
+def test_over_stacks_by_the_names_of_their_groups():
+    model = {"embed": ramp(6, 4), "layers": [{"w": ramp(4, 4, start=i), "b": ramp(4, start=i)} for i in range(3)]}
+    wheres = {"embed": "embed", "matrices": tp.leaves(lambda path, leaf: leaf.ndim == 2), "rest": "**"}
+    stacks, restructure = tp.stack(model, groups=wheres)
+    of = {"embed": optax.sgd(1.0), "matrices": optax.lamb(0.1), "rest": optax.adam(0.1)}
+    rules = {"embed": of["embed"], "matrices": optim.per_leaf(of["matrices"])}
+    misnamed = optim.groups({"embed": rules["embed"], "matrix": rules["matrices"]}, default=of["rest"])
+    plain = optim.groups({wheres[name]: rule for name, rule in of.items()})
+    with pytest.raises(ValueError, match="groups embed, matrix, default, got 'embed', 'matrices', 'rest'; write"):
+        misnamed.init(stacks)
+    with_default, tx = optim.groups(rules, default=of["rest"]), optim.groups(rules | {"rest": of["rest"]})
+    assert_same(*(rule.update(tp.copy(stacks), rule.init(stacks), stacks)[0] for rule in (with_default, tx)))
+    state, both = tx.init(stacks), plain.init(model)
+    for _ in range(2):
+        updates, state = tx.update(tp.copy(stacks), state, stacks)
+        want, both = plain.update(tp.copy(model), both, model)
+    assert_close(restructure(updates), want, 1e-6)
+    assert_same(pickle.loads(pickle.dumps(tx.init(stacks))), tx.init(stacks))
+    for wrong, given in ((tp.stack(model)[0], "none"), (tp.stack(model, groups={"all": "**"})[0], "'all'")):
+        match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*\(\.\.\.\), form='stacks'\)"
+        with pytest.raises(ValueError, match=match):
+            tx.init(wrong)
+
+
+# -- Rates -------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_adjust_does_not_retrace_takes_traced_numbers_and_may_be_donated(dtype):
     tx = optim.trainable(optax.chain(optim.clip_by_global_norm(9.0), optim.groups({"w": sgd(0.1)}, sgd(0.1))))
@@ -178,7 +191,7 @@ def test_adjust_does_not_retrace_takes_traced_numbers_and_may_be_donated(dtype):
         np.testing.assert_allclose(each.update(tp.copy(model), rated, model)[0]["w"].astype(jnp.float32), -0.5)
 
 
-@forms
+@two_forms
 def test_adjust_one_group_and_all_what_is_held_and_nested_and_no_parameter_of_that_name(form):
     tx, model = groups({"a": sgd(0.1), "**": sgd(0.25, momentum=0.0)}, form=form), _model()
     state = optim.adjust(tx.init(model), "a", learning_rate=1.0)
@@ -218,30 +231,257 @@ def test_errors_of_adjust(without_type_checks):
     assert rates(optim.trainable(sgd(1)), _model(), optim.adjust(ints, learning_rate=2))["a"] == 2.0
 
 
-def test_over_stacks_by_the_names_of_their_groups():
-    model = {"embed": ramp(6, 4), "layers": [{"w": ramp(4, 4, start=i), "b": ramp(4, start=i)} for i in range(3)]}
-    wheres = {"embed": "embed", "matrices": tp.leaves(lambda path, leaf: leaf.ndim == 2), "rest": "**"}
-    stacks, restructure = tp.stack(model, groups=wheres)
-    of = {"embed": optax.sgd(1.0), "matrices": optax.lamb(0.1), "rest": optax.adam(0.1)}
-    rules = {"embed": of["embed"], "matrices": optim.per_leaf(of["matrices"])}
-    misnamed = optim.groups({"embed": rules["embed"], "matrix": rules["matrices"]}, default=of["rest"])
-    plain = optim.groups({wheres[name]: rule for name, rule in of.items()})
-    with pytest.raises(ValueError, match="groups embed, matrix, default, got 'embed', 'matrices', 'rest'; write"):
-        misnamed.init(stacks)
-    with_default, tx = optim.groups(rules, default=of["rest"]), optim.groups(rules | {"rest": of["rest"]})
-    assert_same(*(rule.update(tp.copy(stacks), rule.init(stacks), stacks)[0] for rule in (with_default, tx)))
+# -- Clipping ----------------------------------------------------------------------------------------------------------
+
+
+def clipped(grads, max_norm=1.0, state=None):
+    tx = optim.clip_by_global_norm(max_norm)
+    return tx.update(grads, tx.init(grads) if state is None else state)
+
+
+def test_clips_any_mix_of_dtypes_at_any_traced_limit_and_again_and_again():
+    squares = lambda leaf: np.sum(np.abs(np.asarray(leaf).astype(np.complex128)) ** 2)
+    norm_of = lambda tree: np.sqrt(sum(map(squares, jax.tree.leaves(tree))))
+    names = ("complex", "bf16 with f32", "same array twice", "empty leaves")
+    trees = [tp.partition(ZOO[name].make())[0] for name in names] + [{"narrow": np.full(1000, 300, np.float16)}]
+    trees += [{"w": np.ones(2, jnp.float8_e4m3fn)}, {"zero": np.zeros(2, np.float32)}]
+    run = jax.jit(lambda trees, limit: [clipped(tree, limit) for tree in trees])
+    for limit in (0.1, 1e6, np.inf):
+        for (below, state), tree in zip(run(trees, limit), trees, strict=True):
+            norm = norm_of(tree)
+            np.testing.assert_allclose(state.norm, norm, rtol=1e-5)
+            assert int(state.clipped) == (norm > limit)
+            if norm <= limit:
+                assert_same(below, jax.tree.map(jnp.asarray, tree), identity=False)  # bit for bit
+            else:
+                np.testing.assert_allclose(norm_of(below), limit, rtol=0.1 if "w" in tree else 1e-2)
+    assert_same(clipped(trees[0], 1e39)[0], trees[0])
+    slope = jax.grad(lambda x: clipped({"a": x}, np.inf)[0]["a"].sum())
+    once, state = clipped({"a": np.arange(1, 9, dtype=np.float32), "b": np.full((3, 3), -0.1, np.float32)}, 0.7)
+    again = lambda once: jax.lax.scan(lambda grads, _: (clipped(grads, 0.7, state)[0], None), once, length=10_000)[0]
+    slopes, after = jax.jit(lambda once: (slope(jnp.zeros(2)), again(once)))(once)
+    np.testing.assert_array_equal(slopes, 1.0)
+    assert_close(after, once, 1e-6)
+
+
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["outside", "jit"])
+def test_a_limit_that_comes_as_an_array_may_reach_zero_and_be_adjusted(compiled):
+    falling, make = optax.linear_schedule(1.0, 0.0, 2), optax.inject_hyperparams(optim.clip_by_global_norm)
+    grads, update = {"w": jnp.array([3.0, 4.0]), "none": jnp.zeros(1)}, compiled(make(max_norm=falling).update)
+    state, fixed = make(max_norm=falling).init(grads), make(max_norm=1.0)
+    for limit in (1.0, 0.5, 0.0, 0.0):
+        below, state = update(grads, state)
+        np.testing.assert_allclose(below["w"], limit * np.array([0.6, 0.8]), 1e-6)
+    update, begun = compiled(fixed.update), fixed.init(grads)
+    for limit, scale in ((1.0, 0.2), (100.0, 1), (np.inf, 1), (0.0, 0), (-1.0, 0)):
+        below, _ = update(grads, optim.adjust(begun, max_norm=limit))
+        np.testing.assert_allclose(below["w"], scale * np.array([3.0, 4.0]), 1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_seen(bad):
+    fine = {"a": jnp.ones(2), "b": jnp.ones(1)}
+    below, state = clipped(fine | {"a": jnp.array([1.0, bad])})
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(below))
+    assert not np.isfinite(state.norm)
+    assert (int(state.clipped), int(state.nonfinite)) == (0, 1)
+    below, state = clipped(fine, state=state)
+    assert (int(state.clipped), int(state.nonfinite)) == (1, 1)
+    assert float(tp.global_norm(below)) == pytest.approx(1.0)
+
+
+def test_within_only_what_trains_counts_and_before_the_model_all_that_is_given():
+    model, grads = Norm(jnp.ones(1), jnp.ones(1)), Norm(jnp.full(1, 3.0), jnp.full(1, 100.0))
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    updates, _ = tx.update(grads, tx.init(model), model)
+    np.testing.assert_allclose(updates.scale, -1.0, rtol=1e-6)
+    assert updates.mean is None
+    before = optax.chain(optim.clip_by_global_norm(1.0), optim.trainable(optax.sgd(1.0)))
+    updates, state = before.update(grads, before.init(model), model)
+    np.testing.assert_allclose([updates.scale[0], state[0].norm], [-3 / np.sqrt(10009), np.sqrt(10009)], rtol=1e-6)
+
+
+def test_apply_if_finite_holds_all_other_state():
+    model = {"a": jnp.ones(2), "b": jnp.ones(1)}
+    tx = optim.trainable(optax.apply_if_finite(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1)), 5))
+    update = jax.jit(tx.update)
+    _, state = update(model, tx.init(model), model)
+    updates, after = update(model | {"a": jnp.array([jnp.inf, 1.0])}, state, model)
+    np.testing.assert_array_equal(updates["a"], 0)
+    assert_same(after.runs[0].inner_state, state.runs[0].inner_state)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e25])
+def test_across_devices(spread):
+    mesh = Mesh(np.array(first_devices(4)), ("data",))
+    grads = {"w": jnp.arange(1.0, 9.0) * spread}
+    tx = optim.clip_by_global_norm(1.0, axis_name="data")
+
+    def local(grads):
+        clipped, state = tx.update(tp.copy(grads), tx.init(grads), grads)
+        return clipped, state.norm
+
+    spec = PartitionSpec("data")
+    below, norm = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec())))(grads)
+    np.testing.assert_allclose(norm, np.sqrt(204.0) * spread, rtol=1e-6)
+    np.testing.assert_allclose(below["w"], np.arange(1.0, 9.0) / np.sqrt(204.0), rtol=1e-6)
+
+
+def test_errors_of_clip(without_type_checks):
+    for bad, error, match in (
+        (optax.constant_schedule(1.0), TypeError, "max_norm must be a number, got function; for a schedule write"),
+        (-1, ValueError, "max_norm must be positive, got -1"),
+        (0.0, ValueError, "max_norm must be positive, got 0"),
+        (float("nan"), ValueError, "max_norm must be positive, got nan"),
+        (None, TypeError, "max_norm must be a number, got"),
+    ):
+        with pytest.raises(error, match=match):
+            optim.clip_by_global_norm(bad)
+
+
+# -- Factors -----------------------------------------------------------------------------------------------------------
+
+
+class Language(eqx.Module):
+    """A tie with a transform, a tie by identity beside it, equal layers, a scalar and what is frozen."""
+
+    embed: jax.Array
+    layers: list[dict[str, jax.Array]]
+    head: jax.Array = tp.field(tied_to="embed", transform=jnp.transpose)
+    scale: jax.Array
+    mean: jax.Array = tp.field(trainable=False)
+
+
+FACTORS = {"head": 0.5, "layers.0": 0.25, "layers.1.w": jnp.float32(4), "mean": 3.0, "scale": np.float64(2)}
+# The tie goes by its source.
+OF_PATHS = {"embed": 0.5, "layers.0.w": 0.25, "layers.0.b": 0.25, "layers.1.w": 4, "scale": 2}
+DECAYED = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1, momentum=0.9))
+OF_ALL, OF_ROWS = (optax.chain(rule, optim.scaled(FACTORS)) for rule in (DECAYED, optim.per_leaf(DECAYED)))
+RATED = optax.inject_hyperparams(lambda half: optax.chain(DECAYED, optim.scaled(FACTORS | {"head": half})))
+SCALED = {
+    "in groups": optim.trainable(optim.groups({"layers": OF_ALL}, default=optax.MultiSteps(OF_ALL, 1))),
+    "stacks in groups": STACKS(optim.groups({"layers": OF_ROWS}, default=OF_ALL)),
+    "a hyperparameter": optim.trainable(RATED(0.5)),
+    "a vector": VECTOR(OF_ALL),
+}
+
+
+@pytest.mark.parametrize("way", SCALED)
+def test_each_step_is_that_of_the_rule_times_the_factor(way):
+    layers = [{"w": ramp(2, 2, start=i), "b": ramp(2, start=i)} for i in range(3)]
+    model, tx = Language(ramp(2, 3), layers, ramp(2, 3).T, jnp.ones(()), jnp.ones(2)), SCALED[way]
+    state = tx.init(model)
+    want = {path: (np.asarray(leaf), DECAYED.init(leaf)) for path, leaf in tp.trainables(model).items()}
+    for time in range(3):  # in the second step the first layer has no gradient, which in a vector counts as zero
+        grads = jax.tree.map(jnp.sin, tp.partition(model)[0])
+        grads = eqx.tree_at(lambda m: m.layers[0], grads, {"w": None, "b": None}) if time == 1 else grads
+        model, state = optim.step(tx, grads, state, model)
+        for path, (leaf, own) in want.items():
+            is_missing = time == 1 and path.startswith("layers.0")
+            if not is_missing or way == "a vector":
+                step, own = DECAYED.update(0 * leaf if is_missing else np.sin(leaf), own, leaf)
+                want[path] = leaf + OF_PATHS.get(path, 1) * np.asarray(step), own
+    for path, (leaf, _) in want.items():
+        np.testing.assert_allclose(tp.trainables(model)[path], leaf, rtol=1e-5, atol=1e-6)
+
+
+@forms
+def test_traced_factors_in_one_program_and_their_dtypes(form):
+    model = {"low": jnp.ones(3, jnp.bfloat16), "single": jnp.ones(2), "complex": jnp.ones(2, jnp.complex64)}
+    model = model if form is not VECTOR else {"low": model["low"], "other": jnp.ones(2, jnp.bfloat16)}
+    name = [*model][-1]
+    rule = lambda slow: form(optax.chain(optax.scale(-1.0), optim.scaled({"low": slow, name: 2})))
 
     @jax.jit
-    def run(stacks):
-        state, both = tx.init(stacks), plain.init(model)
-        for _ in range(2):
-            updates, state = tx.update(tp.copy(stacks), state, stacks)
-            want, both = plain.update(tp.copy(model), both, model)
-        return restructure(updates), want
+    @jax.vmap
+    def updates(slow):
+        tx = rule(slow)
+        return tx.update(tp.copy(model), tx.init(model), model)[0]
 
-    assert_close(*run(stacks), 1e-6)
-    assert_same(pickle.loads(pickle.dumps(tx.init(stacks))), tx.init(stacks))
-    for wrong, given in ((tp.stack(model)[0], "none"), (tp.stack(model, groups={"all": "**"})[0], "'all'")):
-        match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*\(\.\.\.\), form='stacks'\)"
+    got = updates(jnp.float32([1, 1 / 3]))
+    assert {name: leaf.dtype for name, leaf in got.items()} == {name: leaf.dtype for name, leaf in model.items()}
+    np.testing.assert_array_equal(got["low"], jnp.bfloat16([[-1] * 3, [-1 / 3] * 3]))
+    np.testing.assert_array_equal(got[name], np.full((2, 2), -2))
+
+
+@forms
+def test_histories_go_on_with_their_factors(form):
+    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    tx = form(optax.chain(optax.sgd(1.0), optim.scaled({"a": 0.5, "b": 0.25})), "a")  # what is frozen may be named
+    state = tx.init(model)
+    assert not jax.tree.leaves(state.runs[0])
+    assert pickle.loads(pickle.dumps(state)).roles.layout == state.layout
+    _, state = tx.update(tp.copy(model), state, model)
+    both = optim.set_trainable(tx, state, model)
+    updates, after = jax.jit(tx.update)(model, both, model)
+    assert_same(updates, {"a": jnp.float32([-0.5]), "b": jnp.float32([-0.25])}, identity=False)
+    assert len(after.runs) == 2
+
+
+@forms
+def test_no_constant_and_no_index_for_each_element(form):
+    model = {name: jnp.ones(2**13) for name in "abcd"}
+    tx = form(optax.chain(optax.scale(-1.0), optim.scaled({"a": 0.5, "c": jnp.float32(2)})))
+    lowered = jax.jit(tx.update).lower(model, tx.init(model), model)
+    assert "gather" not in lowered.as_text()
+    for text in (lowered.as_text(), lowered.compile().as_text()):
+        assert len(text) < 60_000  # of constants each element would be written out
+
+
+def test_rows_that_wait_and_ties_that_a_layout_was_given():
+    model = {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)}
+    rule = optax.chain(optim.per_leaf(optax.sgd(1.0, momentum=0.5)), optim.scaled({"a": 0.5, "c": 0.25}))
+    tx, grads = optim.trainable(rule, tp.layout(model, ties={"c": "b"}), form="stacks"), {"a": ramp(2), "b": ramp(2)}
+    updates, _ = tx.update(grads, tx.init(model), model, active={"a": jnp.array(False)})
+    assert_same(updates, {"a": -jnp.zeros(2)} | dict.fromkeys("bc", -0.25 * ramp(2)), identity=False)
+
+
+def test_beside_a_line_search_whose_loss_trains_by_itself():
+    model, inner = {"a": jnp.ones(2), "b": jnp.ones(2)}, optim.scaled({"c": 0.5})
+
+    def loss(model):
+        params = {"c": model["a"] + model["b"], "d": np.ones(2, np.float32)}
+        return jnp.sum(params["c"] ** 2 + inner.update(params, inner.init(params))[0]["c"])
+
+    rule = optax.chain(optax.scale(-0.1), optim.scaled({"a": 0.5}), optax.scale_by_backtracking_linesearch(10))
+    value, grads = tp.value_and_grad(loss)(model)
+    for form in FORMS:
+        tx = form(rule)
+        updates, _ = tx.update(grads, tx.init(model), model, value=value, grad=grads, value_fn=loss)
+        np.testing.assert_allclose(updates["a"], updates["b"] / 2)
+        assert loss(optim.apply_updates(model, updates)) < value
+
+
+def test_plain_optax_goes_by_path():
+    params = {"a": jnp.ones(2), "b": {"w": jnp.ones(2), "none": None}}
+    tx = optim.scaled({"b.w": 0.5})
+    want = {"a": jnp.ones(2), "b": {"w": jnp.full(2, 0.5), "none": None}}
+    assert_same(tx.update(params, tx.init(params))[0], want, identity=False)
+    masked = optax.masked(tx, {"a": True, "b": False})
+    assert_same(masked.update(tp.copy(params), masked.init(params), params)[0], params)
+    for tree, match in ((tp.stack(params)[0], "which stacks do not have"), ({"a": jnp.ones(1)}, "'b.w' selects noth")):
         with pytest.raises(ValueError, match=match):
-            tx.init(wrong)
+            tx.update(tree, tx.init(tree))
+    flat = optim.trainable(optax.flatten(optax.chain(tx)))
+    with pytest.raises(ValueError, match=r"updates as PyTreeDef\(\*\), but the parameters are PyTree"):
+        flat.update(tp.copy(params), flat.init(params), params)
+
+
+@forms
+def test_errors_of_factors(form, without_type_checks):
+    model = {"encoder": jnp.ones(2), "body": jnp.ones(1), "frozen": jnp.ones(1)}
+    for factors, error, match in (
+        ({"encodr": 0.1}, ValueError, "'encodr' selects nothing; nearest: 'encoder'"),
+        ({"**": 0.1, "body": 1}, ValueError, r"'body' comes too late: '\*\*' before it selects"),
+        ({"body": optax.linear_schedule(1, 0, 9)}, TypeError, r"got function; .* optim.groups\(\{'body': optax.sc"),
+        ({"body": True}, TypeError, "the factor of 'body' must be a real number, got bool"),
+        ({"body": 1j}, TypeError, "must be a real number, got complex"),
+        ({"body": None}, TypeError, "must be a real number, got None"),
+        ({"body": jnp.ones(2)}, ValueError, r"factor of 'body' must be one number, got float32\[2\]; write an entry"),
+        ([0.1], TypeError, r"expected a dictionary \{where: factor\}, got list"),
+    ):
+        with pytest.raises(error, match=match):
+            form(optim.scaled(factors), "!frozen").init(model)
+    match = r"inside optim.per_leaf no leaf has one; write .*per_leaf\(...\), optim.scaled"
+    with pytest.raises(ValueError, match=match):
+        form(optim.per_leaf(optim.scaled({"body": 2.0}))).init(model)

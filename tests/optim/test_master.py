@@ -15,8 +15,8 @@ import treeparams as tp
 from treeparams import optim, saving, sharding
 
 from ..zoo import STACKS, VECTOR, assert_close, assert_same, enable_x64, first_devices, ramp
+from .shared import Tied
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
 LOW, HALF = jnp.bfloat16, jnp.float16
 
 
@@ -31,34 +31,21 @@ def _grads(model, time=0):
     return tp.maptrainable(grow, model, with_path=True)
 
 
-def _wide(model):
-    return tp.maptrainable(lambda leaf: leaf.astype(jnp.float32), model)
+_wide = lambda model: tp.maptrainable(lambda leaf: leaf.astype(jnp.float32), model)
+_rounded = lambda wide, like: tp.maptrainable(lambda leaf, own: leaf.astype(own.dtype), wide, like, tied="first")
+DECAYED = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5, momentum=0.9))
+SCALED = optax.chain(DECAYED, optim.scaled({"b": 0.5}))
+ROWS = {"[ac]": lambda of: optim.per_leaf(of(DECAYED)), "**": lambda of: of(optim.per_leaf(DECAYED))}
+WAYS = {  # the form, the rule with `optim.master` or without, and whether a leaf is frozen and thawed meanwhile
+    "tree": (optim.trainable, lambda of: optax.chain(optim.clip_by_global_norm(1e9), of(SCALED)), False),
+    "vectors": (VECTOR, lambda of: of(DECAYED), True),
+    "stacks in groups": (STACKS, lambda of: optim.groups({where: rule(of) for where, rule in ROWS.items()}), False),
+}
 
 
-def _rounded(wide, like):
-    return tp.maptrainable(lambda leaf, own: leaf.astype(own.dtype), wide, like, tied="first")
-
-
-def _rule():
-    return optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5, momentum=0.9))
-
-
-def _ways():
-    """The form, the rule with `optim.master` or without, and whether a leaf is frozen and thawed meanwhile."""
-    plain = lambda of: of(_rule())
-    in_groups = lambda of: optim.groups({"[ac]": optim.per_leaf(of(_rule()))}, default=of(optim.per_leaf(_rule())))
-    scaled = optax.chain(_rule(), optim.scaled({"b": 0.5}))
-    clipped = lambda of: optax.chain(optim.clip_by_global_norm(1e9), of(scaled))
-    return {
-        "tree": (optim.trainable, clipped, False),
-        "vectors": (VECTOR, plain, True),
-        "stacks in groups": (STACKS, in_groups, False),
-    }
-
-
-@pytest.mark.parametrize("way", _ways())
+@pytest.mark.parametrize("way", WAYS)
 def test_equals_optax_over_wide_parameters_rounded(way):
-    form, rule, is_frozen_meanwhile = _ways()[way]
+    form, rule, is_frozen_meanwhile = WAYS[way]
     tx, plain = form(rule(optim.master)), form(rule(lambda tx: tx))
     model, wide = _model(), _wide(_model())
     state, of_wide = tx.init(model), plain.init(wide)
@@ -73,10 +60,8 @@ def test_equals_optax_over_wide_parameters_rounded(way):
         model, state = optim.step(tx, grads, state, model)
         wide, of_wide = optim.step(plain, grads, of_wide, wide)
         assert_same(model, _rounded(wide, model))
-    assert {name: leaf.dtype.name for name, leaf in tp.trainables(model).items()} == DTYPES
-
-
-DTYPES = {"a": "bfloat16", "b": "bfloat16", "c": "float32", "h": "float16"}
+    dtypes = {name: leaf.dtype.name for name, leaf in tp.trainables(model).items()}
+    assert dtypes == {"a": "bfloat16", "b": "bfloat16", "c": "float32", "h": "float16"}
 
 
 def test_what_is_changed_from_outside_begins_anew():
@@ -115,28 +100,17 @@ def test_with_eqx_apply_updates_while_a_step_is_less_than_a_factor_of_two():
     assert_same(again, summed)
 
 
-class _Tied(eqx.Module):
-    embed: jax.Array
-    head: jax.Array = tp.field(tied_to="embed", transform=jnp.transpose)
-    one: jax.Array
-    two: jax.Array
-
-
-def test_ties_are_kept_and_states_saved_and_moved(tmp_path):
+def test_ties_are_kept_and_states_moved_to_another_form():
     embed, shared = ramp(2, 3, dtype=LOW), ramp(3, dtype=LOW)
-    model = _Tied(embed, embed.T, shared, shared)
-    tx = optim.trainable(optim.master(optax.sgd(1e-3)), form="vector")
+    model, rule = Tied(embed, embed.T, [shared, shared]), optim.master(optax.sgd(1e-3))
+    tx, other = VECTOR(rule), optim.trainable(rule)
     state = tx.init(model)
-    loss = lambda m: jnp.sum(jnp.sin(_wide(m).embed @ _wide(m).head)) + jnp.sum(_wide(m).one * _wide(m).two)
+    loss = lambda m: jnp.sum(jnp.sin(_wide(m).embed @ _wide(m).head)) + jnp.sum(_wide(m).other[0] * _wide(m).other[1])
     step = jax.jit(lambda model, state: optim.step(tx, tp.grad(loss, state.layout)(model), state, model))
     for _ in range(3):
         model, state = step(model, state)
     np.testing.assert_array_equal(model.head, model.embed.T)
-    np.testing.assert_array_equal(model.one, model.two)
-    saving.save(tmp_path / "run", {"model": model, "state": state})
-    loaded = saving.load(tmp_path / "run", {"model": model, "state": state})
-    assert_same(loaded["state"], state)
-    other = optim.trainable(optim.master(optax.sgd(1e-3)))
+    np.testing.assert_array_equal(*model.other)
     moved = saving.plan(model, model).state(state, other.init(tp.tie(model, state.layout)))
     grads = tp.grad(loss, state.layout)(model)
     assert_same(optim.step(other, grads, moved, model)[0], optim.step(tx, grads, state, model)[0])
@@ -229,7 +203,7 @@ def test_report_and_summary_name_narrow_parameters():
 
 # -- Narrow parameters that steps leave as they were: counted in the state, and named from there -----------------------
 
-SLOW = optax.adam(1e-4)  # below half the spacing at 1
+SLOW = optax.sgd(1e-4)  # below half the spacing at 1
 
 
 def _narrow():
@@ -242,14 +216,6 @@ def _stepped(tx):
     return lambda model, state: optim.step(tx, jax.tree.map(jnp.ones_like, model), state, model)
 
 
-def _jitted(tx):
-    return jax.jit(_stepped(tx))
-
-
-def _scanned(tx):
-    return lambda *pair: jax.lax.scan(lambda pair, _: (_stepped(tx)(*pair), None), pair, length=40)[0]
-
-
 def _applied(tx):
     def step(model, state):
         updates, state = tx.update(jax.tree.map(jnp.ones_like, model), state, model)
@@ -258,7 +224,7 @@ def _applied(tx):
     return jax.jit(step)
 
 
-def _run(tx, model, calls, make=_jitted, state=None):
+def _run(tx, model, calls, make=lambda tx: jax.jit(_stepped(tx)), state=None):
     call, state = make(tx), tx.init(model) if state is None else state
     for _ in range(calls):
         model, state = call(model, state)
@@ -273,11 +239,12 @@ def _warnings_of(call):
     return result, [str(each.message) for each in caught]
 
 
-WARMED = optax.adam(lambda count: jnp.where(count < 10, 0.0, 1e-4))
+_scanned = lambda tx: lambda *pair: jax.lax.scan(lambda pair, _: (_stepped(tx)(*pair), None), pair, length=40)[0]
+WARMED = optax.sgd(lambda count: jnp.where(count < 10, 0.0, 1e-4))
 COUNTED = {  # how it trains, by how many calls, the steps of 40 that are not zero, and at which it is said
     "eager": (optim.trainable(SLOW), _stepped, 40, 40, 4),
     "warm-up from 0": (optim.trainable(WARMED), _stepped, 40, 30, 6),
-    "MultiSteps": (optim.trainable(optax.MultiSteps(SLOW, 4)), _jitted, 40, 10, None),
+    "MultiSteps": (optim.trainable(optax.MultiSteps(SLOW, 4)), lambda tx: jax.jit(_stepped(tx)), 40, 10, None),
     "donated": (VECTOR(SLOW), lambda tx: jax.jit(_stepped(tx), donate_argnums=(0, 1)), 40, 40, None),
     "scan": (STACKS(optim.per_leaf(SLOW)), _scanned, 1, 40, None),
     "eqx.apply_updates": (optim.trainable(SLOW), _applied, 40, 40, None),
@@ -326,7 +293,7 @@ def test_says_nothing_where_parameters_move_or_steps_are_zero():
 
 
 def test_the_next_touch_outside_of_a_trace_says_so_once():
-    tx = optim.trainable(optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-4))
+    tx = optim.trainable(optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.float32)(1e-4))
     model, state = _run(tx, _narrow(), 5)
     words = r"^2 of 4 leaves stuck for 5 steps: k, q \(bfloat16, float16\)\. A step below half the spacing "
     touches = (

@@ -1,109 +1,63 @@
-"""Optax over whole models: the laws of `optim.trainable`, over the zoo and around and within Optax's own wrappers."""
+"""Optax over whole models: the laws of `optim.trainable`, over the zoo and around and within Optax's own wrappers; what
+its states have in them, and what stays untouched."""
 
+import collections
+import copy
 import functools
+import pickle
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
+from flax.training.train_state import TrainState
 
 import treeparams as tp
 from treeparams import optim
 
 from .. import zoo
-from ..zoo import STACKS, VECTOR, ZOO, Specimen, assert_close, assert_same
+from ..zoo import STACKS, VECTOR, ZOO, Specimen, assert_close, assert_same, ramp
+from .shared import FORMS, MOMENTUM, Tied, forms, made, two
 
-MOMENTUM = optax.sgd(0.1, momentum=0.9)
 CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), MOMENTUM)
 BY_LEAF = optim.per_leaf(MOMENTUM)
 BY_ROW = optax.chain(optim.clip_by_global_norm(0.5), BY_LEAF)
 LINE_SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
 trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
-forms = pytest.mark.parametrize("form", [optim.trainable, VECTOR, STACKS])
+TIED = {
+    "transposed tie": ZOO["transposed tie"],
+    "declared": Specimen(lambda: Tied(zoo.ramp(2, 3), zoo.ramp(2, 3).T)),
+}
 
 
-class Declared(eqx.Module):
-    """A tie that the class knows."""
-
-    encoder: jax.Array
-    decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
-
-
-TIED = {name: each for name, each in trained.items() if each.layout(each.make()).ties}
-TIED["declared"] = Specimen(lambda: Declared(zoo.ramp(2, 3), zoo.ramp(2, 3).T))
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's rules promote
-
-
-@functools.cache
-def made(form, rule, trainable=None):
-    """`flat` tries each of its transformations at the first `init`."""
-    return form(rule, trainable)
-
-
-def assert_near(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_close(a, b, 1e-2 if b.dtype in (jnp.bfloat16, jnp.float16) else 1e-5)
-
-
-def two():
-    return {name: jax.device_put(np.ones(2, np.float32)) for name in "ab"}
-
-
-# Stepped outside of jit, too: there every operation is a program of its own.
-EAGERLY = ("complex", "bf16 with f32", "functions and static fields", "transposed tie", "numpy leaves")
-
-
-def test_equals_optax_over_every_model_in_each_form_and_eagerly():
-    models = {name: (each, each.make()) for name, each in trained.items()}
-    parts = {name: tp.partition(model, each.layout(model)) for name, (each, model) in models.items()}
-    rules = ((optim.trainable, CLIPPED), (VECTOR, CLIPPED), (STACKS, BY_ROW))
+def test_equals_optax_over_every_model_in_each_form():
+    # Outside of `jit`: there an operation on a shape is a program for all models, and in it there would be thousands.
+    kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in zoo.inexact_leaves(tree)]
     half = lambda tree: jax.tree.map(lambda leaf: (0.5 * leaf).astype(leaf.dtype), tree)
-
-    def by_us(form, rule, params, rest, steps):
-        tx, model = form(rule, rest.layout), tp.combine(params, rest)
-        state = tx.init(model)
-        for _ in range(steps):
-            model, state = optim.step(tx, half(params), state, model)
-        after, kept = tp.partition(model, rest.layout)
-        assert all(new is old for new, old in zip(jax.tree.leaves(kept), jax.tree.leaves(rest), strict=True))
-        return after, jax.tree.leaves(state.runs)
-
-    def by_hand(params, steps):
-        grads = jax.tree.map(lambda x: jnp.conj(x) if jnp.iscomplexobj(x) else x, half(params))
-        after, state = params, CLIPPED.init(params)
-        for _ in range(steps):
-            updates, state = CLIPPED.update(grads, state, after)
-            after = optax.apply_updates(after, updates)
-        return after, jax.tree.leaves(state)
-
-    def all_ways(name, params):
-        steps = 1 if name in zoo.STRUCTURE_ALONE else 2
-        return [by_hand(params, steps), *[by_us(*each, params, parts[name][1], steps) for each in rules]]
-
-    each = jax.jit(lambda every: {name: all_ways(name, params) for name, params in every.items()})
-    results = each({name: params for name, (params, _) in parts.items()})
-    for name, (want, tree, vector, stacks) in results.items():
-        assert_near((tree, vector[0], stacks[0]), (want, want[0], want[0]))
-        if name in EAGERLY:
-            assert_near(by_us(*rules[0], *parts[name], steps=2), want)
-
-
-def test_over_an_ensemble_by_vmap():
-    models = {"w": zoo.ramp(3, 2), "b": zoo.ramp(3, 1), "n": jnp.arange(3)}
-
-    def train(tx, model):
-        state = tx.init(model)
+    for specimen in trained.values():
+        model = specimen.make()
+        params, rest = tp.partition(model, specimen.layout(model))
+        grads, want, plain = half(params), params, CLIPPED.init(params)
+        conjugate = jax.tree.map(lambda x: jnp.conj(x) if jnp.iscomplexobj(x) else x, grads)
         for _ in range(2):
-            model, state = optim.step(tx, tp.grad(zoo.loss)(model), state, model)
-        return model, state
-
-    def train_all(model):
-        return [train(made(form, MOMENTUM), model) for form in (optim.trainable, VECTOR, STACKS)]
-
-    assert_close(*jax.jit(lambda models: (jax.vmap(train_all)(models), jax.lax.map(train_all, models)))(models))
+            updates, plain = CLIPPED.update(conjugate, plain, want)
+            want = optax.apply_updates(want, updates)
+        for form, rule in ((optim.trainable, CLIPPED), (VECTOR, CLIPPED), (STACKS, BY_ROW)):
+            tx, after = form(rule, rest.layout), model
+            state = tx.init(model)
+            traced, _ = eqx.filter_eval_shape(optim.step, tx, grads, state, model)
+            for _ in range(2):
+                after, state = optim.step(tx, grads, state, after)
+            assert kinds(traced) == kinds(after)
+            got, kept = tp.partition(after, rest.layout)
+            assert all(new is old for new, old in zip(jax.tree.leaves(kept), jax.tree.leaves(rest), strict=True))
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert_close(a, b, 1e-2 if b.dtype in (jnp.bfloat16, jnp.float16) else 1e-5)
+            if form is optim.trainable:
+                assert_close(state.runs[0], plain, 1e-2)
 
 
 WRAPPERS = {  # of a transformation and of its maker from a rate
@@ -113,7 +67,7 @@ WRAPPERS = {  # of a transformation and of its maker from a rate
         functools.partial(jax.tree.map, lambda x: x.ndim > 0),
     ),
     "steps if finite": lambda tx, make: optax.apply_if_finite(optax.MultiSteps(tx, 2).gradient_transformation(), 3),
-    "line search": lambda tx, make: optax.chain(tx, optax.scale_by_backtracking_linesearch(10)),
+    "line search": lambda tx, make: optax.chain(tx, optax.scale_by_zoom_linesearch(5)),
 }
 
 
@@ -153,18 +107,6 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
             around(optim.trainable).init(params)
 
 
-def test_lbfgs_with_its_line_search_and_further_arguments_of_the_loss():
-    loss = lambda model, x: jnp.sum((model["w"] * x - 1) ** 2)
-    model, tx, x = {"w": np.zeros(2, "f")}, optim.trainable(optax.lbfgs()), np.array([1, 2], "f")
-
-    def step(_, carry):
-        value, grads = optax.value_and_grad_from_state(loss)(carry[0], x, state=carry[1])
-        return optim.step(tx, grads, carry[1], carry[0], value=value, grad=grads, value_fn=loss, x=x)
-
-    run = jax.jit(lambda model: jax.lax.fori_loop(0, 10, step, (model, tx.init(model)))[0])
-    np.testing.assert_allclose(run(model)["w"], [1.0, 0.5], rtol=1e-3)
-
-
 three, five, seven = (np.full(2, x, np.float32) for x in (3.0, 5.0, 7.0))
 
 
@@ -190,34 +132,23 @@ def test_a_tie_stays_one_array_and_gets_the_sum_and_a_run_is_plain_optax(form):
 
 
 @pytest.mark.parametrize(("name", "form"), [("transposed tie", STACKS), ("declared", optim.trainable)])
-def test_the_places_of_a_tie_hold_equal_values_after_any_step(name, form):
-    specimen = TIED[name]
-    model = specimen.make()
-    layout = specimen.layout(model)
-    within = optim.per_leaf if form is STACKS else lambda tx: tx
+@pytest.mark.parametrize("apply", [None, optim.apply_updates, eqx.apply_updates])
+def test_the_places_of_a_tie_hold_equal_values_after_any_step(name, form, apply):
+    model, specimen = TIED[name].make(), TIED[name]
+    within, layout = optim.per_leaf if form is STACKS else lambda tx: tx, specimen.layout(model)
     tx = form(optax.chain(optim.clip_by_global_norm(0.5), within(optax.adamw(0.1))), layout)
-    arrays, static = eqx.partition(model, eqx.is_array)
 
-    def step(tx, apply, carry, _):
-        model, state = eqx.combine(carry[0], static), carry[1]
-        grads = tp.jit(tp.grad(zoo.loss, state.layout))(model)
+    def step(model, state):
+        grads = tp.grad(zoo.loss, state.layout)(model)
         if apply is None:
-            model, state = optim.step(tx, grads, state, model)
-        else:
-            updates, state = tx.update(grads, state, model)
-            model = apply(model, updates)
-        return (eqx.filter(model, eqx.is_array), state), None
+            return optim.step(tx, grads, state, model)
+        updates, state = tx.update(grads, state, model)
+        return apply(model, updates), state
 
-    @jax.jit
-    def run(arrays):
-        start = arrays, tx.init(eqx.combine(arrays, static))
-        ways = (None, optim.apply_updates, eqx.apply_updates)
-        return [jax.lax.scan(functools.partial(step, tx, way), start, length=3)[0][0] for way in ways]
-
-    few = made(form, BY_ROW if form is STACKS else CLIPPED, layout)  # of few operations
-    (eager, _), _ = step(few, None, (arrays, few.init(model)), None)
-    for each in (eager, *run(arrays)):
-        after = eqx.combine(each, static)
+    for call in (step, eqx.filter_jit(step)):  # in which arrays do not show the tie
+        after, state = model, tx.init(model)
+        for _ in range(3):
+            after, state = call(after, state)
         assert_same(jax.tree.leaves(tp.tie(after, layout)), jax.tree.leaves(after), identity=False)
         first = layout.paths[0]
         assert not np.array_equal(tp.trainables(after, layout)[first], tp.trainables(model, layout)[first])
@@ -227,7 +158,7 @@ def test_init_refuses_an_alias_of_another_value():
     codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.zeros((3, 2))}
     layout = tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)})
     match = r"'decoder' is tied to 'encoder', but does not have the value that the tie gives.*tp.tie\(model, layout\)"
-    for form in (optim.trainable, VECTOR, STACKS):
+    for form in FORMS:
         tx = form(optax.sgd(0.1), layout)
         with pytest.raises(ValueError, match=match):
             tx.init(codec)
@@ -246,6 +177,26 @@ def test_init_refuses_an_alias_of_another_value():
     optim.trainable(optax.sgd(0.1)).init({"a": jnp.ones(3), "c": jnp.ones(3)})  # other models
     frozen = {"a": jnp.ones(2), "b": jnp.zeros(2), "c": jnp.ones(1)}  # of what is frozen the aliases stay as they are
     optim.trainable(optax.sgd(0.1), tp.layout(frozen, "c", ties={"b": "a"})).init(frozen)
+
+
+def test_gradients_of_every_maker_are_the_same_step():
+    model = {"first": two(), "last": [two()], "steps": jnp.array(3), "flag": True}
+    tx, grads, (arrays, static) = (
+        optim.trainable(MOMENTUM, "last"),
+        tp.grad(zoo.loss)(model),
+        eqx.partition(model, eqx.is_array),
+    )
+    state, loss = tx.init(model), lambda arrays: zoo.loss(eqx.combine(arrays, static))
+    want, _ = tx.update(tp.grad(zoo.loss, "last")(model), state, model)
+    for made_by_others in (
+        eqx.filter_grad(zoo.loss)(model),
+        jax.grad(loss, allow_int=True)(arrays),  # float0 for integers
+        jax.vjp(loss, arrays)[1](jnp.ones(()))[0],
+        grads | {"first": optax.MaskedNode()},
+        {"last": {0: grads["last"][0]}},  # by path
+    ):
+        assert_same(tx.update(made_by_others, state, model)[0], want, identity=False)
+    assert (want["first"]["a"], want["steps"]) == (None, None)
 
 
 @pytest.mark.parametrize("missing", [None, optax.MaskedNode(), np.zeros(2, jax.dtypes.float0)])
@@ -307,11 +258,307 @@ def test_functions_among_the_extra_arguments_are_called_with_models():
         assert (np.asarray(after["w"]) != 0).all()
 
 
+# -- The state ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_trains_is_what_the_state_says_and_updates_may_be_gradients():
+    model, state = two(), optim.trainable(optax.sgd(0.5), "a").init(two())
+    assert state.layout.paths == ("a",)
+    tx = copy.deepcopy(optim.trainable(optax.sgd(0.5), "b"))  # an outer optimiser over the steps of an inner one
+    updates, _ = tx.update(tx.update(tp.copy(model), state, model)[0], state, model)
+    assert updates["b"] is None
+    np.testing.assert_array_equal(updates["a"], 0.25)
+
+
 @forms
-def test_complex_parameters_descend(form):
-    target = jnp.array([1 + 2j, -1 - 1j], jnp.complex64)
-    loss = lambda model: jnp.sum(jnp.abs(model["w"] - target) ** 2)
-    model, tx = {"w": jnp.zeros(2, jnp.complex64)}, form(optax.sgd(0.1))
-    step = lambda _, carry: optim.step(tx, jax.grad(loss)(carry[0]), carry[1], carry[0])
-    model, _ = jax.lax.fori_loop(0, 40, step, (model, tx.init(model)))
-    assert loss(model) < 1e-4
+def test_dtypes_never_drift(form):
+    with zoo.enable_x64(True):
+        model = {"half": jnp.ones(3, "float16"), "low": jnp.ones(3, "bfloat16"), "single": jnp.ones(2, jnp.float32)}
+        tx = form(optax.chain(optax.clip(10.0), optax.adamw(optax.constant_schedule(1e-3))))
+        state = tx.init(model)
+        grads = jax.tree.map(lambda x: np.ones(x.shape), model)  # wider than any leaf
+        shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
+        after = jax.eval_shape(lambda model, state: optim.step(tx, grads, state, model), model, state)
+        assert shapes(after) == shapes((model, state))
+
+
+clip, injected = optim.clip_by_global_norm(0.5), optax.inject_hyperparams(optax.sgd)(0.1)
+TRANSFORMATIONS = {
+    "flat": (optax.contrib.schedule_free_sgd(0.1), "vector"),
+    "groups": (optax.chain(clip, optim.groups({"b": injected}, default=optax.MultiSteps(optax.adam(0.1), 3))), "tree"),
+    "stacked groups": (optim.groups({"b": LINE_SEARCH}, default=optim.per_leaf(optax.lamb(0.1))), "stacks"),
+}
+
+
+@pytest.mark.parametrize(("rule", "form"), TRANSFORMATIONS.values(), ids=TRANSFORMATIONS.keys())
+def test_one_trace_donation_and_checkpoints_by_pickle_and_by_orbax(rule, form, tmp_path):
+    traces = []
+    loss = lambda model: jnp.sum((model["a"] - 3) ** 2) + jnp.sum(model["b"] ** 2)
+    tx, model = optim.trainable(rule, form=form), two()
+    state = tx.init(model)
+    leaves = [leaf for leaf in jax.tree.leaves((model, state)) if isinstance(leaf, jax.Array) and leaf.size]
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)  # no buffer twice
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(model, state):
+        traces.append(1)
+        value, grads = tp.value_and_grad(loss)(model)
+        return optim.step(tx, grads, state, model, value=value, grad=grads, value_fn=loss)
+
+    for _ in range(10):
+        model, state = step(model, state)
+    assert loss(model) < loss(two())
+    restored = [pickle.loads(pickle.dumps(state))]
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored.append(checkpointer.restore(tmp_path / "state", tx.init(two())))
+    steps = [step(tp.copy(model), tp.copy(each))[0] for each in (state, *restored)]
+    for each, after in zip(restored, steps[1:], strict=True):
+        assert_same((each, after), (state, steps[0]), identity=False)
+    assert len(traces) == 1
+
+
+def test_the_public_names_are_these():
+    names = "trainable step apply_updates set_trainable adjust report groups scaled master per_leaf clip_by_global_norm"
+    names += " from_optax to_optax value_and_grad_from_state eval_params"
+    assert {name for name, value in vars(optim).items() if name[0] != "_" and callable(value)} == {*names.split()}
+
+
+def test_a_rule_that_changes_its_state_is_refused():
+    model = two()
+    for change, match in ((lambda s: (s,), "structure of its state"), (lambda s: s[:1], "shape of its state at")):
+        rule = optax.GradientTransformation(lambda p: jnp.zeros(2), lambda u, s, p=None, c=change: (u, c(s)))
+        tx = optim.trainable(rule)
+        with pytest.raises(ValueError, match=match):
+            tx.update(tp.copy(model), tx.init(model), model)
+
+
+@forms
+@pytest.mark.parametrize("name", ["nothing trained", "all frozen"])
+def test_nothing_trained_warns_and_changes_nothing(form, name):
+    model = ZOO[name].make()
+    tx = form(MOMENTUM, ZOO[name].layout(model))
+    with pytest.warns(UserWarning, match="nothing is trained"):
+        state = tx.init(model)
+    same, after = optim.step(tx, jax.tree.map(lambda _: None, model), state, model)
+    assert_same((same, after), (model, state))
+
+
+# -- What a state has in it: value and gradient of a line search, parameters to evaluate at, hyperparameters -----------
+
+SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9, store_grad=True))
+
+
+def problem():
+    """A model of which a part is frozen and two places are tied, and the parameters that plain Optax would have."""
+    shared = ramp(2)
+    return {"a": shared, "b": [shared, ramp(3)], "mean": ramp(2), "n": np.array(3)}, {"a": shared, "c": ramp(3)}
+
+
+def test_a_step_evaluates_the_loss_as_often_as_in_the_loop_of_optax():
+    counted, sizes, (model, params) = collections.Counter(), jnp.array([1.0, 9.0]), problem()
+    layout = tp.layout(model).freeze("mean")
+
+    def counting(name, parts_of):
+        def loss(tree, sizes):
+            jax.debug.callback(lambda: counted.update([name]))
+            first, again, other = parts_of(tree)
+            return jnp.sum(sizes * first**2 + again**4) + jnp.sum(other**2)
+
+        return loss
+
+    def run(fetch, step, loss, start):
+        def one(carry, _):
+            value, grad = fetch(loss)(carry[0], sizes, state=carry[1])
+            extra = {"value": value, "grad": grad, "value_fn": loss, "sizes": sizes}
+            return step(grad, carry[1], carry[0], **extra), value
+
+        return jax.lax.scan(one, start, length=6)[1]
+
+    def plain(gradient, state, params, **extra):
+        updates, state = SEARCH.update(gradient, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def runs():
+        loss = counting("optax", lambda params: (params["a"], params["a"], params["c"]))
+        values = [run(optax.value_and_grad_from_state, plain, loss, (params, SEARCH.init(params)))]
+        for form in ("tree", "vector"):
+            tx, loss = optim.trainable(SEARCH, layout, form=form), counting(form, lambda m: (m["a"], *m["b"]))
+            start = model, tx.init(model)
+            values.append(run(optim.value_and_grad_from_state, functools.partial(optim.step, tx), loss, start))
+        return values
+
+    wanted, *found = runs()
+    jax.effects_barrier()
+    for values in found:
+        np.testing.assert_allclose(values, wanted, rtol=1e-5)
+    assert (len(counted), len(set(counted.values()))) == (3, 1), counted
+
+
+def test_without_a_trace_the_state_says_whether_to_compute():
+    model, calls = {"w": ramp(2), "frozen": ramp(2), "rate": 0.5}, list[int]()
+    loss = lambda model: calls.append(1) or jnp.sum(model["w"] ** 2)
+    tx = optim.trainable(SEARCH, "w")
+    state, fetch = tx.init(model), optim.value_and_grad_from_state(loss)
+    value, grads = fetch(model, state=state)
+    assert len(calls) == 1
+    after, state = optim.step(tx, grads, state, model, value=value, grad=grads, value_fn=loss)
+    calls.clear()
+    found = fetch(after, state=state)
+    assert not calls
+    assert_close(found, tp.value_and_grad(loss, "w")(after))
+    thawed = optim.set_trainable(tx, state, after, ["w", "frozen"], reset=True)  # which has not searched yet
+    calls.clear()
+    assert_close(fetch(after, state=thawed), tp.value_and_grad(loss, thawed.layout)(after))
+    assert len(calls) == 2
+
+
+FREE, EVALUATE = optax.contrib.schedule_free_sgd(0.1), optax.contrib.schedule_free_eval_params
+ways = [("tree", lambda tx: tx), ("vector", lambda tx: tx), ("stacks", lambda tx: tx), ("stacks", optim.per_leaf)]
+
+
+def later(state):
+    """A state as if steps had been taken."""
+    return jax.tree.map(lambda leaf: leaf + np.float32(0.25) if leaf.dtype == jnp.float32 else leaf, state)
+
+
+@pytest.mark.parametrize(("form", "within"), ways)
+def test_parameters_to_evaluate_at_are_those_of_optax(form, within):
+    model, params = problem()
+    state = later(optim.trainable(within(FREE), "!mean", form=form).init(model))
+    evaluated, wanted = optim.eval_params(EVALUATE, state, model), EVALUATE(later(FREE.init(params)), params)
+    assert float(wanted["a"][0]) != float(params["a"][0])
+    assert_close([evaluated["a"], evaluated["b"][1]], [wanted["a"], wanted["c"]])
+    kept = (evaluated["b"][0] is evaluated["a"], evaluated["mean"] is model["mean"], evaluated["n"] is model["n"])
+    assert kept == (True, True, True)
+
+
+def test_each_history_is_evaluated_by_itself():
+    model, of_second = {"x": ramp(2), "y": ramp(3)}, lambda state, params: EVALUATE(state[1], params)
+    tx = optim.trainable(optax.chain(optax.identity(), FREE), "x")
+    state = optim.set_trainable(tx, later(tx.init(model)), model)
+    evaluated = optim.eval_params(of_second, state, model)
+    for path in model:
+        (run,) = [run for run in state.runs if run[1].z[path] is not None]
+        assert_same(evaluated[path], EVALUATE(run[1], model | {other: None for other in model if other != path})[path])
+    held = optim.set_trainable(tx, state, model, "x")
+    assert optim.eval_params(of_second, held, model)["y"] is model["y"]
+
+
+def test_an_average_of_stacks_is_that_of_the_model():
+    model, tx = {"a": ramp(2), "b": [ramp(2, 2), ramp(2)], "n": jnp.array(3)}, STACKS(MOMENTUM)
+    after, _ = optim.step(tx, two() | {"b": model["b"]}, tx.init(model), model)
+    (old, _), (new, restructure) = tp.stack(model), tp.stack(after)
+    average = tp.ema(old, new, decay=0.5)
+    assert average.keys() == old.keys()
+    assert_same(restructure(average), tp.ema(model, after, decay=0.5), identity=False)
+
+
+def test_a_state_that_has_no_such_thing_is_refused():
+    model, loss = {"x": ramp(2), "y": ramp(2)}, lambda model: jnp.sum(model["x"])
+    forgets = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9))
+    mixed = optim.groups({"x": FREE}, default=optax.sgd(0.1, momentum=0.9))
+    searches = lambda state: optim.value_and_grad_from_state(loss)(model, state=state)
+    evaluates = lambda state: optim.eval_params(EVALUATE, state, model)
+    many, no_model = (
+        r"expected one line search .*, found {}: use optax\.lbfgs",
+        "the state of one transformation over mod",
+    )
+    for call, state, match in (
+        (searches, optim.trainable(optax.adam(0.1)).init(model), many.format(0)),
+        (searches, optim.trainable(forgets).init(model), many.format(0)),
+        (searches, optim.trainable(optax.chain(SEARCH, SEARCH)).init(model), many.format(2)),
+        (searches, SEARCH.init(model), f"expected {no_model}"),
+        (evaluates, optim.trainable(mixed, form="stacks").init(model), "in stacks of groups"),
+        (evaluates, FREE.init(model), f"expected {no_model}"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call(state)
+
+
+def test_hyperparameters_are_where_the_users_of_optax_read_them():
+    model = {"a": ramp(2), "b": ramp(2)}
+    tx = optim.trainable(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.5), "a")
+    state = optim.adjust(tx.init(model), learning_rate=0.25)
+    assert {name: float(value) for name, value in state.hyperparams.items()} == {"learning_rate": 0.25, "momentum": 0.5}
+    _, state = tx.update(tp.copy(model), state, model)
+    for where in ("b", "**"):  # they are of the run
+        assert optim.set_trainable(tx, state, model, where).hyperparams["learning_rate"] == 0.25
+    rows = optim.trainable(optim.per_leaf(optax.inject_hyperparams(optax.sgd)(0.1)), "a", form="stacks")
+    assert rows.init(model).hyperparams["learning_rate"].shape == (1,)
+    with pytest.raises(ValueError, match=r"several histories train, each with hyperparameters in state.runs: a; b"):
+        _ = optim.set_trainable(rows, rows.update(tp.copy(model), rows.init(model), model)[1], model).hyperparams
+
+
+# -- Code that adds an update to every leaf: updates of zeros, in place of `None` --------------------------------------
+
+
+def test_apply_updates_keeps_what_has_no_update():
+    for specimen in ZOO.values():
+        model = specimen.make()
+        same = optim.apply_updates(model, tp.project(model, {}, specimen.layout(model)))
+        assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(model), strict=True))
+
+
+SPECIAL = [-0.0, 0.0, np.inf, -np.inf, np.nan, 1.5]
+PAYLOADS = np.array([0x7FC12345, 0x80000000, 0x7F812345, 0x00000001], "u4")  # numbers by their bits
+
+
+def specials():
+    """Trained, without a gradient, and frozen arrays of each kind; numbers."""
+    frozen = [np.array(SPECIAL, "f4"), np.array(SPECIAL, jnp.bfloat16), np.array([-0.0, complex(-0.0, np.nan)], "c8")]
+    bits = [PAYLOADS.view("f4"), (PAYLOADS >> 16).astype("u2").view(jnp.bfloat16)]
+    model = {"frozen": jax.device_put(frozen), "bits": jax.device_put(bits), "rate": -0.0, "is_on": True}
+    model |= {"count": jnp.array(7), "mask": jnp.array([True, False]), "key": jax.random.PRNGKey(3)}
+    return model | {"w": ramp(2, 3), "no gradient": ramp(3, dtype=jnp.bfloat16), "numpy": np.array([-0.0, 2.0], "f4")}
+
+
+def bits_of(tree):
+    arrays = [np.asarray(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree)]
+    return [(array.dtype, array.shape, array.tobytes()) for array in arrays]
+
+
+def test_updates_have_the_structure_and_dtypes_of_the_model_and_change_no_bit_of_it():
+    before, programs = specials(), {}
+    for missing in (None, "zeros"):
+        tx = optim.trainable(optax.sgd(0.1), ["w", "no gradient"], missing=missing)
+        state = tx.init(before)
+        programs[missing] = jax.make_jaxpr(lambda m, s, tx=tx: tx.update({"w": m["w"]}, s, m))(before, state)
+    added = {str(eqn.primitive) for eqn in programs["zeros"].eqns[len(programs[None].eqns) :]}
+    assert (added, programs["zeros"].consts) == ({"broadcast_in_dim"}, [])
+    update = lambda model: tx.update({"w": ramp(2, 3)}, state, model)[0]
+    updates = update(before)
+    assert jax.tree.structure(updates) == jax.tree.structure(before)  # code over dm-tree asks no more
+    assert [each[:2] for each in bits_of(updates)] == [each[:2] for each in bits_of(before)]
+    apply = lambda model: optax.apply_updates(model, update(model))
+    for after, moved in ((apply(before), {"w": 0, "bits": 0}), (jax.jit(apply)(before), {"w": 0})):  # XLA adds nothing
+        np.testing.assert_allclose(after["w"], 0.9 * before["w"], rtol=1e-6)
+        assert bits_of(after | moved) == bits_of(before | moved)
+    assert optim.step(tx, {"w": ramp(2, 3)}, state, before)[0]["frozen"][0] is before["frozen"][0]
+
+
+def test_what_nothing_can_be_added_to_has_no_zero_and_optax_fetches_from_such_a_state():
+    model = {"w": ramp(2), "key": jax.random.key(0), "f": jnp.tanh, "text": "relu", "n": 2}
+    tx = optim.trainable(SEARCH, "w", missing="zeros")
+    loss = lambda params, rest: jnp.sum(tp.combine(params, rest)["w"] ** 2)
+    state, extra = tx.init(model), {"value": 1.0, "grad": {"w": ramp(2)}, "value_fn": lambda m: jnp.sum(m["w"] ** 2)}
+    updates, _ = tx.update({"w": ramp(2)}, state, model, **extra)
+    assert {path: updates[path] for path in model.keys() - {"w"}} == {"key": None, "f": None, "text": None, "n": 0}
+    params, rest = tp.partition(model, state.layout)
+    value, grads = optax.value_and_grad_from_state(loss)(params, rest, state=state)
+    np.testing.assert_allclose((value, *grads["w"]), (jnp.sum(model["w"] ** 2), *2 * model["w"]), rtol=1e-6)
+
+
+@forms
+def test_a_train_state_trains_what_is_not_frozen_with_ties(form):
+    shared = ramp(2, 3)
+    params = {"encoder": {"table": ramp(3)}, "embed": shared, "head": shared, "count": jnp.array(3)}
+    run = TrainState.create(apply_fn=None, params=params, tx=form(optax.adamw(0.1), "!encoder", missing="zeros"))
+    run = run.apply_gradients(grads=jax.tree.map(lambda leaf: np.ones(leaf.shape, "f4"), params))
+    # The first step of Adam is as long as the rate, whatever the gradient; then comes the decay.
+    np.testing.assert_allclose(run.params["embed"], np.asarray(shared) * (1 - 0.1 * 1e-4) - 0.1, rtol=1e-5)
+    np.testing.assert_array_equal(run.params["embed"], run.params["head"])
+    np.testing.assert_array_equal(run.params["encoder"]["table"], params["encoder"]["table"])
+    assert int(run.params["count"]) == 3

@@ -1,4 +1,7 @@
-"""A rule over each leaf by itself: over stacks equal to Optax over the leaves, and refused where it couples them."""
+"""A rule over each leaf by itself, and whether a rule is right over joined leaves: read from its programs, whatever the
+numbers in it are."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,15 +9,16 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax import contrib
 
 import treeparams as tp
 from treeparams import optim
 from treeparams.optim._per_leaf import coupling
 
-from ..zoo import VECTOR, assert_close, assert_same, first_devices, ramp
+from ..zoo import STACKS, VECTOR, assert_close, assert_same, enable_x64, first_devices, ramp
+from .shared import FORMS
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-
+FACTORED = optax.adafactor(0.1, min_dim_size_to_factor=4)
 SHAPES = {"float32[8,6]": (3, 8, 6), "float32[5]": (2, 5), "float32[]": (2,)}
 
 
@@ -26,50 +30,6 @@ def _stacks(*without):
 
 def _leaves(stacks):
     return {key: list(stack) for key, stack in stacks.items()}
-
-
-def _loss(tree):
-    return sum(jnp.sum(jnp.sin(3 * leaf) + leaf**2) for leaf in jax.tree.leaves(tree))
-
-
-def _run(tx, params, steps=3):
-    """The parameters after each of some steps, in one program."""
-
-    def step(carry, _):
-        params, state = carry
-        value, grads = jax.value_and_grad(_loss)(params)
-        updates, state = optax.with_extra_args_support(tx).update(grads, state, params, value=value)
-        params = optax.apply_updates(params, updates)
-        return (params, state), params
-
-    return jax.lax.scan(step, (params, tx.init(params)), length=steps)[1]
-
-
-_by_rank = lambda params: jax.tree.map(lambda x: x.ndim, params)
-_matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-_of_rank = {0: optax.adamw(0.1, weight_decay=0.5, mask=_matrices), 1: optax.sm3(0.1), 2: optax.lars(0.1)}
-RULES = {
-    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
-    "schedule_free": optax.contrib.schedule_free_adamw(0.1, warmup_steps=2),
-    "MultiSteps": optax.MultiSteps(optax.novograd(0.1), 2),
-    "by block": optax.chain(
-        optax.centralize(), optax.adaptive_grad_clip(0.1), optax.sgd(0.1), optax.clip_by_block_rms(0.01)
-    ),
-    "labels by rank": optax.partition(_of_rank, _by_rank),
-    "inject_hyperparams": optax.inject_hyperparams(optax.lamb)(optax.linear_schedule(0.1, 0.01, 3)),
-    "reduce_on_plateau": optax.chain(optax.novograd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)),
-}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_equals_optax_over_the_leaves(name):
-    stacks, rule = _stacks(), RULES[name]
-    plain = rule.gradient_transformation() if isinstance(rule, optax.MultiSteps) else rule
-    got, want = jax.jit(lambda stacks: (_run(optim.per_leaf(rule), stacks), _run(plain, _leaves(stacks))))(stacks)
-    for key, stack in got.items():
-        rows = np.stack(want[key], 1)
-        assert np.max(np.abs(rows[-1] - stacks[key])) > 1e-3
-        np.testing.assert_allclose(stack, rows, rtol=1e-6, atol=1e-6)
 
 
 # -- What it refuses ---------------------------------------------------------------------------------------------------
@@ -110,17 +70,14 @@ def test_extra_arguments_go_to_every_row_and_may_be_needed_to_tell():
     state = tx.init(stacks)
     with pytest.raises(ValueError, match=r"its update fails there \(TypeError: .*heat.*pass a number by"):
         tx.update(stacks, state)
+    total = lambda grads: sum(map(jnp.sum, jax.tree.leaves(grads)))
+    hot = lambda grads, state, params=None, *, heat: (jax.tree.map(lambda g: g * heat * total(grads), grads), state)
     with pytest.raises(ValueError, match="the update of one leaf depends on another"):
-        optim.per_leaf(optax.GradientTransformationExtraArgs(lambda params: (), _hot)).update(stacks, state, heat=2.0)
+        optim.per_leaf(optax.GradientTransformationExtraArgs(lambda params: (), hot)).update(stacks, state, heat=2.0)
     heat = lambda row: row / jnp.max(jnp.abs(row))
     updates, _ = jax.jit(lambda stacks: tx.update(stacks, state, heat=heat))(stacks)
     largest = lambda stack: np.max(np.abs(stack), tuple(range(1, stack.ndim)), keepdims=True)
     assert_close(updates, ({key: np.asarray(stack) / largest(stack) for key, stack in stacks.items()}))
-
-
-def _hot(grads, state, params=None, *, heat):
-    total = heat * sum(map(jnp.sum, jax.tree.leaves(grads)))
-    return jax.tree.map(lambda g: g * total, grads), state
 
 
 def test_a_rule_is_looked_at_once_even_if_it_is_made_anew_for_each_update():
@@ -148,7 +105,7 @@ def test_the_leading_axis_is_that_of_rows_wherever_the_array_stands_and_forms_wi
     tx = optim.per_leaf(optax.scale_by_schedule(lambda count: 1.0))
     shapes, count = jax.tree.map(jnp.shape, tx.init(tree).states), optax.ScaleByScheduleState
     assert shapes == {"stacks": {"float32[2,3]": count((4,))}, "nested": [count((3,))], "other": count((5,))}
-    for form in (optim.trainable, VECTOR):
+    for form in FORMS[:2]:
         with pytest.raises(ValueError, match=r"optim.per_leaf is for rows of stacks: write"):
             form(optax.chain(optax.clip(1.0), optim.per_leaf(optax.sgd(0.1)))).init({"a": ramp(2, 3)})
 
@@ -168,15 +125,10 @@ def test_rows_in_turns_and_what_a_stack_costs():
 def test_what_has_no_gradient_waits(nothing):
     stacks = _stacks()
     tx = optim.per_leaf(optax.lamb(0.1))
-
-    @jax.jit
-    def run(stacks):
-        _, state = tx.update(tp.copy(stacks), tx.init(stacks), stacks)
-        updates, after = tx.update(stacks | {"float32[5]": nothing}, state, stacks)
-        assert updates["float32[5]"] is nothing
-        return state, (updates, after), tx.update(tp.copy(stacks), state, stacks)
-
-    state, (updates, after), (want, both) = run(stacks)
+    _, state = tx.update(tp.copy(stacks), tx.init(stacks), stacks)
+    updates, after = tx.update(stacks | {"float32[5]": nothing}, state, stacks)
+    want, both = tx.update(tp.copy(stacks), state, stacks)
+    assert updates["float32[5]"] is nothing
     assert_same(updates, want | {"float32[5]": nothing})
     assert_same(after.states, both.states | {"float32[5]": state.states["float32[5]"]})
     without = tx.init(stacks | {"float32[5]": nothing})
@@ -187,7 +139,7 @@ def test_what_has_no_gradient_waits(nothing):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_the_state_of_rows_lies_where_they_do(kind):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=first_devices(4))
-    stack, tx = ramp(8, 4, 6), optim.per_leaf(RULES["adafactor"])
+    stack, tx = ramp(8, 4, 6), optim.per_leaf(FACTORED)
     stacks = {"float32[4,6]": jax.device_put(stack, NamedSharding(mesh, P("x")))}
     with jax.set_mesh(mesh):
         state = tx.init(stacks)
@@ -234,19 +186,17 @@ COUPLED = {
     "ours": (lambda: optim.clip_by_global_norm(1.0), rf"{UPDATE}, and ClipState\.norm {STATE}"),
     "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), rf"ApplyIfFiniteState\.\w+ {STATE}"),
     "prodigy": (optax.contrib.prodigy, rf"{UPDATE}, and ProdigyState\.exp_avg\[0\] {STATE}"),
-    "dadapt_adamw": (optax.contrib.dadapt_adamw, rf"{UPDATE}, and DAdaptAdamWState\..* {STATE}"),
     "mechanize": (lambda: optax.contrib.mechanize(optax.sgd(0.1)), rf"{UPDATE}, and MechanicState\.r {STATE}"),
     "lbfgs": (optax.lbfgs, rf"{UPDATE}, and state\[0\]\.weights_memory {STATE}"),
     "polyak_sgd": (optax.polyak_sgd, UPDATE),
     "normalize_by_update_norm": (optax.normalize_by_update_norm, UPDATE),
     "flatten": (lambda: optax.flatten(optax.adam(0.1)), rf"{UPDATE}, and state\[0\]\.mu {STATE}"),
-    "of matrices alone": (lambda: optax.masked(optax.clip_by_global_norm(1.0), _matrices), UPDATE),
+    "of matrices alone": (lambda: optax.masked(optax.clip_by_global_norm(1.0), by_rank), UPDATE),
     "steps that are skipped": (
         lambda: optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite),
         rf"MultiStepsState\.mini_step {STATE}",
     ),
     "add_noise": (lambda: optax.add_noise(0.1, 0.1, jax.random.key(0)), "it draws random numbers, which would be the"),
-    "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=7), "it draws random numbers"),
 }
 
 
@@ -266,17 +216,9 @@ def _of_pairs(f):
     return lambda params: (), lambda grads, state, params: ([*f(*grads)], state)
 
 
-def _until(a, b):
-    return jax.lax.while_loop(lambda c: jnp.sum(c[0]) < 9, lambda c: (c[0] + 1, 2 * c[1]), (a, b))
-
-
-def _by_value(a, b):
-    return jax.lax.cond(a[0] > 0, lambda a, b: (2 * a, b + jnp.sum(b)), lambda a, b: (a, b), a, b)
-
-
-def _later(carry, _):
-    a, b, last = carry
-    return (a, b + last, a), None
+_until = lambda a, b: jax.lax.while_loop(lambda c: jnp.sum(c[0]) < 9, lambda c: (c[0] + 1, 2 * c[1]), (a, b))
+_by_value = lambda a, b: jax.lax.cond(a[0] > 0, lambda a, b: (2 * a, b + jnp.sum(b)), lambda a, b: (a, b), a, b)
+_later = lambda carry, _: ((carry[0], carry[1] + carry[2], carry[0]), None)
 
 
 def _with_jvp(f):
@@ -328,3 +270,190 @@ def test_looks_into_programs_within_the_program(within):
     ):
         rule = optax.GradientTransformation(*_of_pairs(within(f)))
         assert coupling(optax.with_extra_args_support(rule), LEAF, {}) == said
+
+
+# -- Over a vector and over stacks -------------------------------------------------------------------------------------
+
+MODEL = {"a": [jnp.ones((3, 4)), jnp.full((3, 4), 9.0)], "bias": [jnp.ones(4), jnp.full(4, 9.0)], "c": jnp.ones(())}
+joined = pytest.mark.parametrize("form", [VECTOR, STACKS], ids=["vector", "stacks"])
+LOOKS = "looks at the shapes of leaves, their axes or norms, or at their names: '.*' gets another update"
+
+
+def _of_leaves(f):
+    """A rule of `f(leaf, leaves)`."""
+    return optax.stateless(lambda grads, params: jax.tree.map(lambda leaf: f(leaf, jax.tree.leaves(grads)), grads))
+
+
+by_rank = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
+slow, fast = optim.scaled({"a": 0.5}), optim.scaled({"a": 2.0})
+RULES = {
+    optax: "adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lion nadam nadamw polyak_sgd "
+    "radam rmsprop rprop sgd sign_sgd yogi",
+    contrib: "acprop ademamix adopt cocob dadapt_adamw madgrad momo_adam prodigy schedule_free_adamw schedule_free_sgd",
+}
+# Older versions of Optax lack some.
+ELEMENT_WISE = {
+    name: getattr(each, name)(0.1) for each, names in RULES.items() for name in names.split() if hasattr(each, name)
+}
+late = {"should_transform_fn": lambda step: step >= 3}
+clipped = optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1))
+RIGHT = ELEMENT_WISE | {
+    "memory": optax.lbfgs(0.1, memory_size=2, linesearch=None),
+    "momentum": optax.sgd(optax.linear_schedule(0.1, 0.0, 3), momentum=0.9, nesterov=True),
+    "injected": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0.0, 3)),
+    "clip": optax.chain(optax.clip(0.1), optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1)),
+    "our clip": clipped,
+    "apply_if_finite": optax.apply_if_finite(clipped, 3),
+    "MultiSteps": optax.MultiSteps(clipped, 2, should_skip_update_fn=optax.skip_not_finite),
+    "later": optax.transforms.conditionally_transform(clipped, **late),
+    "ema": optax.chain(optax.ema(0.9), optax.zero_nans(), optax.normalize_by_update_norm()),
+    "a line search": optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(5)),
+    "another": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+    "reduce_on_plateau": optax.chain(optax.adam(0.1), contrib.reduce_on_plateau()),
+    "mechanize": contrib.mechanize(optax.adam(0.1)),
+    "a mask of all": optax.masked(optax.adam(0.1), lambda tree: jax.tree.map(lambda _: True, tree)),
+    "the largest": _of_leaves(lambda leaf, leaves: leaf / jax.tree.reduce(jnp.maximum, [jnp.max(x) for x in leaves])),
+    "the least": _of_leaves(lambda leaf, leaves: leaf * jnp.min(jnp.array([jnp.min(jnp.abs(x)) for x in leaves]))),
+    "finite": _of_leaves(lambda leaf, leaves: leaf * jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))),
+    "scaled before they are added": _of_leaves(lambda x, leaves: x * sum(-3 * jnp.vdot(y, y) / 2 for y in leaves)),
+    "root mean square": _of_leaves(
+        lambda leaf, leaves: leaf / jnp.sqrt(sum(jnp.sum(x**2) for x in leaves) / sum(x.size for x in leaves))
+    ),
+}
+
+
+WIDE = ("memory", "MultiSteps", "another", "mechanize")  # in which indices of 64 bits are of two dtypes
+
+
+@pytest.mark.parametrize(("name", "is_wide"), [*[(name, False) for name in RIGHT], *[(name, True) for name in WIDE]])
+def test_takes_what_treats_elements_alike(name, is_wide):
+    form = STACKS if name in ("our clip", "MultiSteps", "ema") and not is_wide else VECTOR
+    with enable_x64(is_wide):
+        jax.eval_shape(form(RIGHT[name]).init, MODEL)
+
+
+WRONG = {
+    "injected lamb at rest": optax.inject_hyperparams(optax.lamb)(0.0),
+    "later": optax.transforms.conditionally_transform(optax.scale_by_trust_ratio(), **late),
+    "fromage": optax.fromage(0.1),
+    "novograd at rest": optax.novograd(0.0),
+    "centralize at rest": optax.chain(optax.centralize(), optax.scale(0.0)),
+    "adaptive_grad_clip": optax.adaptive_grad_clip(1e9),
+    "a norm of matrices": optax.masked(optax.clip_by_global_norm(1e9), by_rank),
+    "a mask by rank": optax.adamw(0.1, mask=by_rank),
+    "muon": contrib.muon(0.1),
+    "adafactor": optax.adafactor(0.1, 2, multiply_by_parameter_scale=False, clipping_threshold=None),
+    "noise": optax.add_noise(0.1, 0.1, 0),
+    "in a group by shape": optim.groups({matrices: optax.lamb(0.1)}, default=optax.sgd(0.1)),
+    "factors by rank": optax.masked(slow, by_rank),
+    "factors by label": optax.partition({True: slow, False: fast}, by_rank),
+    "the mean of means": _of_leaves(lambda leaf, leaves: leaf * sum(map(jnp.mean, leaves))),
+    "norms in another norm": _of_leaves(lambda leaf, leaves: leaf * sum(jnp.sqrt(jnp.vdot(x, x)) for x in leaves)),
+    "sums in whole numbers": _of_leaves(lambda leaf, leaves: leaf * sum(jnp.sum(x).astype(int) for x in leaves)),
+    "how many leaves": _of_leaves(lambda leaf, leaves: leaf / len(leaves)),
+    "the first leaf": _of_leaves(lambda leaf, leaves: leaf * jnp.sum(leaves[0])),
+    "places": _of_leaves(lambda leaf, leaves: leaf * jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)),
+    "order": _of_leaves(lambda leaf, leaves: jnp.sort(leaf.ravel()).reshape(leaf.shape)),
+    "axes": _of_leaves(lambda leaf, leaves: leaf - 0 * jnp.flip(leaf, range(leaf.ndim))),
+    "a matrix": _of_leaves(lambda leaf, leaves: leaf @ leaf.mT @ leaf if leaf.ndim == 2 else leaf),
+    "a loop": _of_leaves(lambda leaf, _: jax.lax.while_loop(lambda x: jnp.sum(x**2) > 1, lambda x: x / 2, leaf)),
+    "a branch": _of_leaves(lambda leaf, leaves: jax.lax.cond(jnp.sum(leaf) > 0, jnp.sin, jnp.cos, leaf)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refuses_what_looks_at_leaves_whatever_the_numbers(name):
+    form = VECTOR if name in ("later", "fromage", "axes", "factors by rank", "factors by label") else STACKS
+    with pytest.raises(ValueError, match=LOOKS) as caught:
+        form(WRONG[name]).init(MODEL)
+    instead = 'use form="stacks" with' if form is VECTOR else "optim.per_leaf: optax.chain(optim.clip_by_global_norm("
+    assert instead in str(caught.value)
+    if name == "muon":  # of stacks alone, and in a trace
+        for model in (MODEL["bias"], [MODEL["bias"], MODEL["c"]]):
+            with pytest.raises(ValueError, match=LOOKS):
+                jax.eval_shape(form(WRONG[name]).init, model)
+
+
+@joined
+def test_a_rule_that_looks_at_long_axes_is_right_for_short_ones(form):
+    centred = lambda leaf: leaf - jnp.mean(leaf, 0, keepdims=True)
+    rule = _of_leaves(lambda leaf, leaves: centred(leaf) if leaf.ndim > 1 and leaf.shape[-1] > 8 else leaf)
+    tx, short, long = form(rule), {"a": jnp.ones((3, 4)), "b": jnp.ones(4)}, {"c": jnp.ones((9, 9))}
+    state = form(rule, "[ab]").init(short | long)
+    tx.init(short)
+    for call in (
+        lambda: tx.init(short | long | {"d": jnp.ones((9, 9))}),
+        lambda: optim.set_trainable(tx, state, short | long),  # what thaws is looked at too
+    ):
+        with pytest.raises(ValueError, match=LOOKS):
+            call()
+
+
+@joined
+def test_norms_of_leaves_are_refused_under_a_traced_rate_and_what_is_right_is_not(form):
+    def after(make, rate):
+        tx = form(make(rate))
+        return optim.step(tx, tp.copy(MODEL), tx.init(MODEL), MODEL)[0]["c"]
+
+    momentum = functools.partial(after, functools.partial(optax.sgd, momentum=0.9))
+    for transform, rate in ((jax.vmap, np.ones(3, np.float32)), (jax.jit, np.float32(1))):
+        with pytest.raises(ValueError, match=LOOKS):
+            transform(functools.partial(after, optax.lamb))(rate)
+    rates = np.float32([0.5, 0.25])
+    np.testing.assert_allclose(jax.jit(jax.vmap(momentum))(rates), 1 - rates)
+    np.testing.assert_allclose(jax.grad(momentum)(0.5), -1.0)
+
+
+_is_bias = lambda path: "bias" in jax.tree_util.keystr(path)
+_twice = lambda grads: jax.tree.map_with_path(lambda path, leaf: 2 * leaf if _is_bias(path) else leaf, grads)
+_alone = lambda grads: jax.tree.map(lambda leaf: leaf if leaf is jax.tree.leaves(grads)[0] else 0 * leaf, grads)
+_biases = lambda tree: jax.tree.map_with_path(lambda path, _: _is_bias(path), tree)
+BY_NAME = {
+    "a mask": optax.masked(optax.sgd(0.1), _biases),
+    "labels": optax.partition({True: optax.sgd(0.1), False: optax.adam(0.1)}, _biases),
+    "groups": optim.groups({"bias": optax.sgd(0.1)}, default=optax.adam(0.1)),
+    "update": optax.stateless(lambda grads, params: _twice(grads)),
+    "the first": optax.stateless(lambda grads, params: _alone(grads)),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_refuses_what_goes_by_names(name):
+    form = VECTOR if name in ("update", "groups") else STACKS
+    many = {"layers": [{"w": np.ones(2, np.float32), "bias": np.ones(2, np.float32)} for _ in range(20)]}
+    cases = [(form, MODEL)] + [(VECTOR, many), (STACKS, many)] * (name == "update")  # numbers make two names of one
+    for each, model in cases:
+        with pytest.raises(ValueError, match=LOOKS):
+            each(BY_NAME[name]).init(model)
+    if name == "a mask":  # a name that the model does not have makes no difference, until one has it
+        tx, others = form(BY_NAME[name]), {"a": jnp.ones((3, 4)), "c": [jnp.ones(4), jnp.ones(4)]}
+        tx.init(others)
+        with pytest.raises(ValueError, match=LOOKS):
+            tx.init(others | {"bias": [jnp.ones(4), jnp.ones(4)]})
+
+
+def test_rows_within_are_known_to_be_right_but_not_what_goes_into_them():
+    by_rows = lambda rate: optax.chain(optax.scale(2.0), optim.per_leaf(optax.lamb(rate)))
+    jax.eval_shape(optim.trainable(optax.inject_hyperparams(by_rows)(0.1), form="stacks").init, MODEL)
+
+    def by_the_first(grads, state, params=None):
+        rows = optim.per_leaf(optax.scale(jnp.sum(jax.tree.leaves(grads)[0])))
+        return rows.update(grads, state, params)
+
+    rule = optax.GradientTransformation(optim.per_leaf(optax.scale(1.0)).init, by_the_first)
+    with pytest.raises(ValueError, match=LOOKS):
+        optim.trainable(rule, form="stacks").init(MODEL)
+
+
+def _called_back(scale):
+    """What no program shows."""
+    call = lambda leaf: jax.pure_callback(lambda x: np.asarray(x) * 2, leaf, leaf)
+    return optax.stateless(lambda grads, params: jax.tree.map(lambda leaf: call(leaf) * scale, grads))
+
+
+@joined
+def test_what_no_program_shows_is_refused_by_its_name(form):
+    for init in (form(_called_back(1.0)).init, jax.jit(form(optax.chain(_called_back(1.0), optax.lamb(0.1))).init)):
+        with pytest.raises(ValueError, match="calls pure_callback, which may do something else to joined leaves"):
+            init(MODEL)

@@ -1,7 +1,7 @@
-"""States of rules as copies of a form: which array is of which parameter, and all that follows from it."""
+"""States of rules as copies of a form: which array is of which parameter, all that follows from it, and those of plain
+Optax as such states and back."""
 
 import collections
-import dataclasses
 import gc
 import pickle
 import weakref
@@ -18,14 +18,8 @@ from treeparams import optim, saving
 from treeparams._forms.form import stacks_of, tree_of, vector_of
 from treeparams._forms.states import divide
 
-from ..zoo import assert_close, assert_same, ramp
-
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-def _pair():
-    return {"a": jnp.array([3.0, 4.0]), "b": jnp.array([30.0, 40.0])}
-
+from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
+from .shared import in_a_list, pair
 
 # -- Dividing ----------------------------------------------------------------------------------------------------------
 
@@ -56,36 +50,15 @@ def test_each_array_is_of_one_parameter_in_a_tree_of_all_in_a_vector_and_has_a_r
     assert None not in found.values()  # counts too
 
 
-def _in_a_list(leaf):
-    """A rule that lists what it keeps for each leaf."""
-    init = lambda params: [leaf(each) for each in jax.tree.leaves(params)]
-    return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
-
-
 def test_a_list_is_divided_by_number():
-    in_list = _in_a_list(lambda leaf: {"sum": jnp.zeros_like(leaf)})
+    in_list = in_a_list(lambda leaf: {"sum": jnp.zeros_like(leaf)})
     for form in (tree_of, stacks_of):
         found = _owners(optax.chain(optax.adam(0.1), in_list), form(LAYOUT))
         listed = [each for path, each in found.items() if path.startswith("[1]")]
         assert [each.paths for each in listed] == [each.paths for path, each in found.items() if "mu" in path]
         assert {each.place for each in listed} == {(("1",), ("sum",))}
-    found = _owners(_in_a_list(lambda leaf: (jnp.zeros_like(leaf), jnp.zeros(()))), tree_of(LAYOUT))
+    found = _owners(in_a_list(lambda leaf: (jnp.zeros_like(leaf), jnp.zeros(()))), tree_of(LAYOUT))
     assert [found[f"[{i}][1]"].paths for i in range(4)] == [(path,) for path in LAYOUT.paths]
-
-
-def test_parameters_freeze_and_thaw_where_the_state_is_a_list():
-    def update(grads, state, params=None):
-        leaves, treedef = jax.tree.flatten(grads)
-        sums = [old + leaf for old, leaf in zip(state, leaves, strict=True)]
-        return treedef.unflatten([-each for each in sums]), sums
-
-    tx = optim.trainable(optax.GradientTransformation(_in_a_list(jnp.zeros_like).init, update))
-    model = _pair() | {"c": jnp.ones((2, 2))}
-    _, state = tx.update(tp.copy(model), tx.init(model), model)
-    state = optim.set_trainable(tx, state, model, ("b", "c"))
-    _, state = tx.update(tp.copy(model), state, model)
-    updates, _ = tx.update(tp.copy(model), optim.set_trainable(tx, state, model), model)
-    assert_same(updates, {"a": -2 * model["a"], "b": -3 * model["b"], "c": -3 * model["c"]})
 
 
 @pytest.mark.parametrize(
@@ -119,7 +92,7 @@ NOT_BY_LEAF = "is not kept leaf by leaf, so it"
 
 @pytest.mark.parametrize("rule", OF_ALL.values(), ids=OF_ALL)
 def test_a_state_that_cannot_be_divided_trains_and_is_refused_where_it_would_have_to_be(rule, tmp_path):
-    tx, model = optim.trainable(rule), _pair()
+    tx, model = optim.trainable(rule), pair()
     updates, state = tx.update(tp.copy(model), tx.init(model), model)
     assert_close(updates, rule.update(tp.copy(model), rule.init(model), model)[0])
     with pytest.raises(ValueError, match=NOT_BY_LEAF):
@@ -142,13 +115,13 @@ def test_a_state_that_cannot_be_divided_trains_and_is_refused_where_it_would_hav
 
 def test_numbers_that_all_share_are_not_of_the_parameters():
     rates = optax.inject_hyperparams(lambda rates: optax.sgd(rates[0], momentum=0.9))(jnp.array([0.1, 0.2]))
-    tx, model = optim.trainable(optax.chain(rates, optax.add_noise(0.0, 0.5, 1))), _pair()
+    tx, model = optim.trainable(optax.chain(rates, optax.add_noise(0.0, 0.5, 1))), pair()
     _, state = tx.update(tp.copy(model), tx.init(model), model)
     state = optim.set_trainable(tx, state, model, "b")
     assert_same(state.runs[0][0].hyperparams["rates"], jnp.array([0.1, 0.2]))
 
 
-# -- Static arrays -----------------------------------------------------------------------------------------------------
+# -- What a state has in it, and what it has not -----------------------------------------------------------------------
 
 
 class Grid(eqx.Module):
@@ -160,7 +133,7 @@ class Grid(eqx.Module):
 def test_models_of_one_class_have_static_arrays_of_their_own():
     rule = optax.adam(0.1)
     tx, gradient = optim.trainable(rule), {"net": {"w": jnp.array([3.0, 4.0])}}
-    for at in (np.arange(2.0), np.arange(2.0), np.arange(3), jnp.ones(2), "none"):
+    for at in (np.arange(2.0), np.arange(2.0), np.arange(3), jnp.ones(2), "none", [1.0, 2.0]):
         model, state = {"net": Grid(jnp.ones(2), at)}, None
         plain, plain_state = jnp.ones(2), rule.init(jnp.ones(2))
         for _ in range(2):  # the second in another process
@@ -174,9 +147,6 @@ def test_models_of_one_class_have_static_arrays_of_their_own():
     decay = optim.trainable(optax.add_decayed_weights(1.0, mask=tp.layout(model, "net").mask))
     updates, _ = decay.update(jax.tree.map(jnp.zeros_like, model), decay.init(model), model)
     assert_same((updates["net"].w, updates["b"]), (jnp.ones(2), jnp.zeros(2)))  # masks fit such a model
-
-
-# -- What lives on ----------------------------------------------------------------------------------------------------
 
 
 def test_nothing_that_models_hold_lives_as_long_as_the_transformation():
@@ -196,31 +166,12 @@ def test_nothing_that_models_hold_lives_as_long_as_the_transformation():
     assert captured() is None
 
 
-# -- Rows that wait ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_rows_that_wait_count_in_no_norm(value):
-    rule = optax.chain(optax.add_decayed_weights(0.1), optax.clip_by_global_norm(1.0), optim.per_leaf(optax.sgd(1.0)))
-    model, grads = _pair() | {"b": jnp.array([value, 40.0])}, {"a": jnp.array([3.0, 4.0]), "b": jnp.array([1.0, 1.0])}
-    tx = optim.trainable(rule, form="stacks")
-    ways = [(grads, {"b": False}), (grads, {"b": jnp.array(False)}), ({"a": grads["a"]}, None)]
-    run = jax.jit(lambda state: [tx.update(given, state, model, active=active)[0] for given, active in ways])
-    for updates in run(tx.init(model)):
-        np.testing.assert_allclose(updates["a"], [-0.6, -0.8], rtol=1e-6)
-        assert not np.any(updates["b"] if updates["b"] is not None else 0)
-    assert updates["b"] is None
-
-
-# -- Extra arguments ---------------------------------------------------------------------------------------------------
-
-
 def test_extra_arguments_reach_what_is_within_multisteps():
     scaled = optax.GradientTransformationExtraArgs(
         lambda params: optax.EmptyState(),
         lambda grads, state, params=None, *, scale=1.0, **_: (jax.tree.map(lambda g: -scale * g, grads), state),
     )
-    plateau, model = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), _pair()
+    plateau, model = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), pair()
     for tx, extra in (
         (optim.trainable(optax.MultiSteps(scaled, 1)), {"scale": 0.1}),
         (optim.trainable(optim.per_leaf(optax.MultiSteps(scaled, 1)), form="stacks"), {"scale": 0.1}),
@@ -228,96 +179,6 @@ def test_extra_arguments_reach_what_is_within_multisteps():
     ):
         updates, _ = tx.update(tp.copy(model), tx.init(model), model, **extra)
         assert_close(updates, jax.tree.map(lambda leaf: -0.1 * leaf, model))
-
-
-# -- Other states ------------------------------------------------------------------------------------------------------
-
-
-def test_the_state_of_another_rule_is_refused():
-    model = _pair()
-    adam, sgd = optim.trainable(optax.adam(0.1)), optim.trainable(optax.sgd(0.1))
-    flat = optim.trainable(optax.adam(0.1), form="vector")
-    for tx, other in ((sgd, adam), (adam, sgd), (adam, flat), (flat, adam)):
-        with pytest.raises(ValueError, match="the state was made by another transformation than this one"):
-            tx.update(tp.copy(model), other.init(model), model)
-
-
-# -- Freezing and thawing ----------------------------------------------------------------------------------------------
-
-
-LATE = {  # what couples leaves after the count of each has been used
-    "a clip": ("tree", optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))),
-    "within MultiSteps": ("stacks", optax.MultiSteps(optax.chain(optax.adam(0.1), optim.clip_by_global_norm(1.0)), 2)),
-    "of gradients that are divided by a count": ("tree", optax.MultiSteps(optax.clip_by_global_norm(1.0), 2)),
-    "an estimate": ("vector", optax.contrib.prodigy(0.1)),
-    "a search": ("tree", optax.chain(optax.adam(1.0), optax.scale_by_backtracking_linesearch(3))),
-}
-EARLY = {
-    "a clip": optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1)),
-    "in a branch": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 3),
-    "a schedule, whose count is of the run": optax.chain(
-        optax.scale_by_schedule(lambda n: jnp.where(n < 99, 1.0, 0.0)),
-        optax.clip_by_global_norm(1.0),
-        optax.sgd(0.1, 0.9),
-    ),
-}
-
-
-@pytest.mark.parametrize(("form", "rule"), LATE.values(), ids=LATE)
-def test_what_couples_parameters_after_their_counts_is_refused_where_histories_differ(form, rule):
-    model = {"a": jnp.zeros(2), "b": jnp.zeros(2), "c": jnp.zeros(3)}
-    tx = optim.trainable(rule, "a", form=form)
-    state = dataclasses.replace(tx.init(model), counts=(jnp.array(2, jnp.int32),))
-    assert len(optim.set_trainable(tx, state, model, "b").runs) == 1  # one history at a time may be any
-    with pytest.raises(ValueError, match=r"different numbers of steps.*Put that first in the chain.*reset=True"):
-        optim.set_trainable(tx, state, model)
-
-
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [("a schedule, whose count is of the run", "tree"), ("a clip", "vector"), ("in a branch", "stacks")],
-)
-def test_what_couples_them_before_sees_all(name, form):
-    model = {"a": jnp.zeros(2), "b": jnp.zeros(2), "c": jnp.zeros(3)}
-    grads = {"a": jnp.array([3.0, 0]), "b": jnp.array([0, 4.0]), "c": jnp.zeros(3)}
-    tx = optim.trainable(EARLY[name], "a", form=form)
-    state = tx.init(model)
-    for _ in range(2):
-        _, state = tx.update({"a": grads["a"]}, state, model)
-    state = optim.set_trainable(tx, state, model)
-    alone = optim.trainable(EARLY[name])
-    begun = alone.init(model)  # what begins at once with the others
-    for _ in range(2):
-        updates, state = tx.update(grads, state, model)
-        want, begun = alone.update(grads, begun, model)
-        assert_close((updates["b"], updates["c"]), (want["b"], want["c"]), 1e-6)
-    assert len(state.runs) == 2
-
-
-def test_a_clip_of_momentum_without_counts_sees_that_of_all_and_a_vector_warns_of_gradients_by_another_layout():
-    model, grads = {"a": jnp.zeros(1), "b": jnp.zeros(1)}, {"a": jnp.array([2.0]), "b": jnp.array([4.0])}
-    for form in ("tree", "vector"):
-        tx = optim.trainable(optax.chain(optax.trace(0.5), optim.clip_by_global_norm(1.0)), "a", form=form)
-        _, state = tx.update({"a": grads["a"]}, tx.init(model), model)
-        old, state = state.layout, optim.set_trainable(tx, state, model)
-        updates, after = tx.update(grads, state, model)
-        assert [float(run[1].norm) for run in after.runs] == [5.0, 5.0]
-        assert_close(updates, {"a": jnp.array([0.6]), "b": jnp.array([0.8])}, 1e-6)
-    with pytest.warns(UserWarning, match="no gradient so far for b, which the state trains"):
-        tx.update(tp.grad(lambda m: jnp.sum(m["a"]), old)(model), state, model)
-
-
-def test_a_group_whose_parameters_all_wait_goes_on_without_them():
-    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    adam = optim.per_leaf(optax.adam(0.1))
-    tx = optim.trainable(optim.groups({"a": adam}, default=adam), form="stacks")
-    _, state = tx.update(tp.copy(model), tx.init(model), model)
-    frozen = optim.set_trainable(tx, state, model, "b")
-    updates, after = tx.update({"b": model["b"]}, frozen, model)
-    partial, _ = tx.update({"b": model["b"]}, state, model)
-    assert_same((updates["b"], updates["a"]), (partial["b"], partial["a"]))
-    again = optim.set_trainable(tx, after, model)
-    assert_same(again.runs[0].inner_states["default"], after.runs[0].inner_states["default"])
 
 
 def test_a_state_prints_a_line_for_each_history_and_a_transformation_what_it_is():
@@ -332,3 +193,190 @@ def test_a_state_prints_a_line_for_each_history_and_a_transformation_what_it_is(
     jax.jit(lambda state: texts.append(repr(state)))(state)
     assert texts == ["TrainableState\n  trains, int32[] steps taken: a"]
     assert repr(jax.tree.map(lambda _: None, state)) == "TrainableState\n  trains, unknown steps taken: a"
+
+
+# -- From plain Optax and back -----------------------------------------------------------------------------------------
+
+SCHEDULE, NOTHING = optax.linear_schedule(0.1, 0.01, 5), optax.set_to_zero()
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(SCHEDULE))
+FLAT = optax.clip(1.0), optax.trace(0.9), optax.scale_by_learning_rate(SCHEDULE)
+RATES, FACTORS = optax.inject_hyperparams(optax.adam)(0.1), optax.adafactor(0.1, min_dim_size_to_factor=2)
+GROUPS = optim.groups({"w": optax.adam(0.1)}, default=RATES)
+
+
+masked = lambda rule, *, frozen: optax.masked(
+    rule, {"w": not frozen, "b": [not frozen], "mean": frozen, "n": None, "f": None}
+)
+
+
+def parted(w, b, labels=("w", "b", "frozen"), frozen=NOTHING):
+    first, second, third = labels
+    its = {"w": first, "b": [second], "mean": third, "n": None, "f": None}
+    return optax.partition({first: w, second: b, third: frozen}, its)
+
+
+alone = lambda rule: parted(rule, rule, ("train", "train", "frozen"))
+steps_of_two = lambda rule: optax.MultiSteps(rule, 2).gradient_transformation()
+# Each rule of plain Optax, and what continues its run here.
+RULES = {
+    "momentum": (optax.sgd(0.1, momentum=0.9),) * 2,
+    "clip": (CLIPPED,) * 2,
+    "several": (steps_of_two(optax.adam(0.1)),) * 2,
+    "injected": (RATES,) * 2,
+    "factored": (FACTORS,) * 2,
+    "by name": (optim.groups({"w": optax.adam(0.1)}, default=optax.sgd(0.1, momentum=0.5)),) * 2,
+    "partition": (alone(CLIPPED), CLIPPED),
+    "partition without moments": (alone(optax.sgd(SCHEDULE)), optax.sgd(SCHEDULE)),
+    "partition of another rule": (parted(CLIPPED, CLIPPED, ("a", "a", "b"), optax.adam(0.0)), CLIPPED),
+    "masked": (optax.chain(masked(CLIPPED, frozen=False), masked(NOTHING, frozen=True)), CLIPPED),
+    "zeros last": (optax.chain(CLIPPED, masked(NOTHING, frozen=True)), CLIPPED),
+    "zeros first": (optax.chain(masked(NOTHING, frozen=True), CLIPPED), CLIPPED),
+    "zeros in a chain": (optax.chain(masked(NOTHING, frozen=True), *FLAT), optax.chain(*FLAT)),
+    "within steps": (steps_of_two(alone(RATES)), steps_of_two(RATES)),
+    "labels": (parted(optax.adam(0.1), RATES, ("head", "body", "frozen")), GROUPS),
+    "swapped labels": (parted(optax.adam(0.1), RATES, ("default", "w", "frozen")), GROUPS),
+    "one to groups": (alone(RATES), optim.groups({"w": RATES}, default=RATES)),
+    "groups to one": (parted(RATES, RATES), RATES),
+}
+IN_ROWS = {"muon": optax.contrib.muon(0.1), "rows": FACTORS, "rates": RATES}
+TXS = {name: optim.trainable(rule, "!mean") for name, (_, rule) in RULES.items()} | {
+    name: STACKS(optim.per_leaf(rule), "!mean") for name, rule in IN_ROWS.items()
+}
+IN_FORMS = {"in a vector": (VECTOR, optax.adam(0.1)), "in stacks": (STACKS, optax.adam(0.2))}
+TXS |= {name: form(rule, "!mean") for name, (form, rule) in IN_FORMS.items()}
+RULES = {name: rule for name, (rule, _) in RULES.items()} | IN_ROWS | {n: rule for n, (_, rule) in IN_FORMS.items()}
+WITH_ADAM = optim.trainable(optax.adam(0.1))
+MEMORY = optax.scale_by_lbfgs(memory_size=2)
+whole = lambda: {"w": ramp(2, 3), "b": [ramp(3)], "mean": ramp(3), "n": jnp.array(3), "f": jnp.tanh}
+arrays_of = lambda model: eqx.filter(model, eqx.is_inexact_array)
+
+
+def grads_of(model):
+    """Nothing moves `mean`, so that a norm over all is that of the others."""
+    return {"w": 0.5 * model["w"], "b": [0.5 * model["b"][0]], "mean": 0 * model["mean"], "n": None, "f": None}
+
+
+def test_the_next_steps_are_those_of_optax_and_the_way_back_is_its_state():
+    # Outside of `jit`: there an operation on a shape is a program for all rules, and both round alike.
+    model = whole()
+    begin = arrays_of(model)
+    for name, tx in TXS.items():
+        rule, params, after = RULES[name], begin, model
+        theirs, ours = rule.init(params), None
+        for time in range(4):
+            if time == 2:
+                ours, after = optim.from_optax(tx, theirs, model), eqx.combine(params, model)
+                assert_same(optim.to_optax(tx, ours, like=theirs), theirs, identity=False)
+                assert int(ours.counts[0]) == {"momentum": 0, "several": 1, "within steps": 1}.get(name, 2)
+            if time >= 2:
+                after, ours = optim.step(tx, grads_of(after), ours, after)
+            updates, theirs = rule.update(grads_of(params), theirs, params)
+            params = optax.apply_updates(params, updates)
+        same = assert_close if name in IN_ROWS | IN_FORMS else assert_same  # of rows at once XLA rounds otherwise
+        same([after["w"], after["b"]], [params["w"], params["b"]])
+        back = optim.to_optax(tx, ours, rule.init(begin))
+        assert jax.tree.structure(back) == jax.tree.structure(theirs)
+        assert_same(optim.from_optax(tx, back, model).runs, ours.runs)
+
+
+def test_the_memory_of_lbfgs_goes_over_as_a_whole_and_a_restored_state_may_be_dictionaries_of_numpy():
+    params, tx, model, adam = {"w": ramp(2, 3), "b": ramp(3)}, optim.trainable(MEMORY), whole(), optax.adam(0.1)
+    theirs = jax.tree.map(lambda leaf: leaf + 1, MEMORY.init(params))
+    state = optim.from_optax(tx, theirs, params)
+    assert_same((state.runs[0], optim.to_optax(tx, state, MEMORY.init(params))), (theirs, theirs), identity=False)
+    made = adam.init(arrays_of(model))
+    restored = {"0": {"count": np.int32(5), "mu": jax.tree.map(np.asarray, made[0].mu), "nu": made[0].nu}}
+    state = optim.from_optax(WITH_ADAM, restored, model)
+    assert_same(state.runs[0][0], made[0]._replace(count=jnp.array(5, jnp.int32)))
+
+
+@pytest.mark.parametrize("model", [ramp(2), {"a.w": ramp(2), "a": ramp(3)}, [ramp(2), [ramp(3), ramp(1)]]])
+def test_any_names(model):
+    theirs = jax.tree.map(lambda leaf: leaf + 1, RATES.init(model))
+    tx = optim.trainable(RATES)
+    state = optim.from_optax(tx, theirs, model)
+    assert_same(state.runs[0], theirs, identity=False)
+    assert_same(optim.to_optax(tx, state, RATES.init(model)), theirs, identity=False)
+
+
+def test_ties_are_one_if_their_moments_are():
+    shared = ramp(2, 3)
+    model = {"embed": shared, "head": shared, "decoder": shared.T}
+    layout = tp.layout(model, ties={"decoder": ("embed", jnp.transpose)})
+    rule = optax.adam(0.1)
+    tx = optim.trainable(rule, layout)
+    moment = ramp(2, 3, start=3.0)
+    theirs = rule.init(model)
+    theirs = (theirs[0]._replace(mu={"embed": moment, "head": moment, "decoder": moment.T}), *theirs[1:])
+    state = optim.from_optax(tx, theirs, model)
+    assert_same(state.runs[0][0].mu, {"embed": moment, "head": None, "decoder": None})
+    assert_same(optim.to_optax(tx, state, rule.init(model)), theirs, identity=False)  # each has a buffer of its own
+    canonical = tp.partition(model, layout)[0]  # there is nothing at the aliases
+    assert_same(optim.to_optax(tx, state, rule.init(canonical)), state.runs[0])
+    assert_same(optim.from_optax(tx, state.runs[0], model).runs, state.runs)
+    for path in ("head", "decoder"):
+        apart = (theirs[0]._replace(mu=theirs[0].mu | {path: theirs[0].mu[path] + 1}), *theirs[1:])
+        with pytest.raises(ValueError, match=rf"'{path}' is tied to 'embed'.* at '0.mu.{path}' than at '0.mu.embed'"):
+            optim.from_optax(tx, apart, model)
+
+
+def test_what_is_frozen_has_on_the_way_back_what_the_state_holds_and_its_group_is_dropped_on_the_way_here():
+    model = [ramp(2), ramp(3)]
+    rule = optim.groups({"0": optax.sgd(0.1, momentum=0.9)}, default=optax.adam(0.1))
+    assert optim.from_optax(optim.trainable(rule, "0"), rule.init(model), model).layout.paths == ("0",)
+    model, rule = whole(), optax.adam(0.1)
+    tx = optim.trainable(rule)
+    state = optim.from_optax(tx, jax.tree.map(lambda leaf: leaf + 1, rule.init(arrays_of(model))), model)
+    held = optim.set_trainable(tx, state, model, "!b")
+    back = optim.to_optax(tx, held, rule.init(arrays_of(model)))
+    assert_same(back[0].mu, state.runs[0][0].mu)
+    _, stepped = optim.step(tx, grads_of(model), held, model)
+    apart = optim.set_trainable(tx, stepped, model)
+    with pytest.raises(ValueError, match=r"have not taken their steps together \(mean, w 2; b\.0 1\)"):
+        optim.to_optax(tx, apart, rule.init(arrays_of(model)))
+
+
+def test_groups_that_have_not_run_alike_do_not_become_one():
+    model, rule = whole(), parted(RATES, RATES, ("body", "head", "frozen"))
+    theirs = rule.init(arrays_of(model))
+    theirs.inner_states["head"].inner_state.hyperparams["learning_rate"] = jnp.float32(0.2)
+    words = r"other values at 'inner_states\.body\..*than at 'inner_states\.head\..*keep them apart"
+    with pytest.raises(ValueError, match=words):
+        optim.from_optax(optim.trainable(RATES, "!mean"), theirs, model)
+
+
+taken = lambda tx, rule, **others: optim.from_optax(tx, rule.init(arrays_of(whole()) | others), whole())
+given = lambda rule, **others: optim.to_optax(
+    WITH_ADAM, WITH_ADAM.init(whole()), rule.init(arrays_of(whole()) | others)
+)
+ADAM, SGD, OURS = optax.adam(0.1), optax.sgd(0.1, momentum=0.9), r"expected optim\.trainable\(\.\.\.\)"
+LOW = optax.adam(0.1, mu_dtype=jnp.bfloat16)
+ALL = "L-BFGS remembers steps of all parameters"
+REFUSED = [
+    (lambda: taken(WITH_ADAM, SGD), ValueError, r"nothing at 0\.count, 0\.mu\.b\.0.*but has 0\.trace\.b\.0"),
+    (lambda: taken(optim.trainable(optax.sgd(0.1)), ADAM), ValueError, r"has 0\.count, 0\.mu\.b\.0.* has no place"),
+    (lambda: taken(WITH_ADAM, LOW), ValueError, r"bfloat16\[3\] at '0\.mu\.b\.0', .*keeps float32\[3\]"),
+    (lambda: taken(optim.trainable(MEMORY, "!mean"), MEMORY), ValueError, ALL),
+    (lambda: taken(optim.trainable(MEMORY, form="vector"), MEMORY), ValueError, ALL),
+    (lambda: taken(WITH_ADAM, ADAM, mean=ramp(4)), ValueError, r"float32\[4\] at '0\.mu\.mean', .* keeps float32\[3\]"),
+    (lambda: taken(WITH_ADAM, optim.trainable(ADAM)), ValueError, "already a state of a transformation over models"),
+    (lambda: jax.jit(lambda x: taken(WITH_ADAM, ADAM, mean=x).runs)(ramp(3)), ValueError, r"outside of jax\.jit"),
+    (lambda: taken(ADAM, ADAM), TypeError, OURS),
+    (lambda: optim.to_optax(ADAM, ADAM.init(arrays_of(whole())), arrays_of(whole())), TypeError, OURS),
+    (lambda: given(ADAM, mean=None), ValueError, "has 0.mu.mean, 0.nu.mean, for which the other one has no place"),
+    (lambda: given(SGD), ValueError, r"nothing at 0\.trace\.b\.0, .* but has 0\.count, 0\.mu\.b\.0"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_what_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_of_a_model_that_trains_nothing_nothing_goes_over():
+    theirs = ADAM.init(arrays_of(whole()))
+    with pytest.warns(UserWarning, match="nothing"):
+        nothing = optim.from_optax(WITH_ADAM, theirs, {"n": 1})
+    assert nothing.runs == ()
+    assert_same(optim.to_optax(WITH_ADAM, nothing, theirs), theirs)
