@@ -30,15 +30,11 @@ def complex_search(t: Any) -> object:
     return search.update(tp.copy(by), search.init(by), by, value=0.0, grad=by, value_fn=lambda model: 0.0)
 
 
-def stepped(rule: Any, t: Any) -> object:
-    tx = optim.trainable(rule)
-    return optim.step(tx, tp.copy(t.tied), tx.init(t.tied), t.tied)
-
-
 rated = optax.inject_hyperparams(optax.sgd)(0.1)
 filtered = lambda t: t.tx.init(eqx.filter(t.model, eqx.is_array))  # as Equinox's examples have it
 updated = lambda t, grads: t.descent.update(grads, t.descent.init(t.dict), t.dict)
 of_dict = lambda tx, t, grads: optim.step(tx, grads, tx.init(t.dict), t.dict)
+of_all = lambda rule, t: of_dict(optim.trainable(rule), t, tp.copy(t.dict) | {"n": None})
 within = lambda rate: VECTOR(optax.sgd(rate))
 around = lambda wrap, t: wrap(t.tx).init({"a": t.x, "b": t.x})
 apart = lambda tx: optax.partition({"x": tx, "y": tx}, {"a": "x", "b": "y"})
@@ -97,8 +93,8 @@ OPTIM: list[Row] = [
     ("updates elsewhere", lambda t: optim.apply_updates(t.dict, {"x": t.x}), ValueError, "'x', where the model has no"),
     ("a complex search", complex_search, TypeError, "make two real parameters of 'w'"),
     ("nnx", of_nnx, ValueError, r"variables of flax.nnx.*nnx.split\(net, nnx.Param, \.\.\.\).*optim.step"),
-    ("no value_fn", lambda t: stepped(optax.lbfgs(), t), TypeError, r"'value_fn'\): write optim.step\(tx.*value=value"),
-    ("no value", lambda t: stepped(optax.polyak_sgd(), t), TypeError, r"'value'\): write optim.step\(tx, grads, st"),
+    ("no value_fn", lambda t: of_all(optax.lbfgs(), t), TypeError, r"'value_fn'\): write optim.step\(tx.*value=value"),
+    ("no value", lambda t: of_all(optax.polyak_sgd(), t), TypeError, r"'value'\): write optim.step\(tx, grads, st"),
     ("a state for grads", lambda t: updated(t, t.sgd.init(t.dict)), TypeError, "of gradients, .*got a state of Optax"),
     ("None for grads", lambda t: t.tx.update(None, t.state, t.model), TypeError, r"as tp.grad\(loss\)\(model\) ret"),
     ("trainable(freeze=)", lambda t: optim.trainable(t.adam, freeze="w"), TypeError, "'freeze'; write trainable=\"!"),

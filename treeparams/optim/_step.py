@@ -202,7 +202,7 @@ class Rule:
     def init(self, params: PyTree) -> TrainableState:
         """Returns a fresh state."""
         if type(params).__name__ == "_ParamsPlaceholder":
-            raise TypeError("map_params takes plain Optax: the transformation inside optim.trainable, and state.runs[0]")
+            raise TypeError("map_params takes plain Optax: pass the one in optim.trainable, and state.runs[0]")
         if nodes_of(optax.MaskedNode, params):
             raise ValueError(f"a mask, or optax.partition, is around a transformation over models; {ONE}")
         parts = take_apart(params, self.trainable)
