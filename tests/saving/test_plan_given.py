@@ -1,9 +1,7 @@
 """What a plan is given, beside what it was made of: names, ties, kinds of sources; and what it prints of them."""
 
-import copy
 import functools
 import gc
-import pickle
 import weakref
 
 import jax
@@ -268,13 +266,11 @@ def _doubled(array):
     return 2 * array
 
 
-def test_a_plan_holds_nothing_of_its_source_and_can_be_copied():
+def test_a_plan_holds_nothing_of_its_source():
     source, model = {"weight": row(2, 2), "b": row(2)}, {"linear": tp.copy(ramp(2, 2)), "b": ramp(2)}
     plan = saving.plan(source, model, rename={"weight": "linear"}, transform={"b": functools.partial(_doubled)})
-    array, made = weakref.ref(source["b"]), plan(source)
-    for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
-        assert_same(again(source), made)
-        assert str(again) == str(plan)
+    array = weakref.ref(source["b"])
+    plan(source)
     del source
     gc.collect()
     assert array() is None

@@ -52,7 +52,6 @@ def sources(tmp_path_factory):
         "flat shapes": shapes(_FLAT),
         "nested shapes": shapes(_NESTED),
         "layout": tp.layout(_NESTED),
-        "plan": saving.plan(_FLAT, _NESTED),
         "Orbax metadata": checkpointer.metadata(folder / "orbax"),
     }
     return values, values | only_shapes
@@ -159,17 +158,6 @@ def test_an_alias_has_a_name_where_it_is_not_what_its_source_gives(tmp_path):
         saving.save(tmp_path / "m", model)
         assert sorted(saving.names(model)) == sorted(saving.names(tmp_path / "m")) == want
     assert list(saving.names(tp.layout(tied))) == ["encoder"]
-
-
-def test_a_plan_is_a_source_with_the_names_of_its_model():
-    first = saving.plan({"a": row(2)}, {"b": ramp(2), "kept": ramp(3)}, rename={"a": "b"}, strict=False)
-    second = saving.plan(first, {"c": ramp(2), "kept": ramp(3)}, rename={"b": "c"})
-    assert [each.names for each in second.rows] == [("b",), ("kept",)]
-    np.testing.assert_array_equal(second(first({"a": row(2)}))["c"], row(2))
-    with pytest.raises(ValueError, match="'b' is unused"):
-        saving.plan(first, {"c": ramp(2), "kept": ramp(3)})
-    abstract = saving.plan({"a": row(2)}, shapes({"b": ramp(2)}), rename={"a": "b"})
-    assert_same(saving.plan(abstract, {"b": ramp(2)})(abstract({"a": row(2)})), {"b": jnp.arange(2.0)})
 
 
 # -- Ties --------------------------------------------------------------------------------------------------------------

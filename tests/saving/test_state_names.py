@@ -1,7 +1,5 @@
 """Values of an `eqx.nn.State` go by the name of their layer, and children of nodes without keys by position."""
 
-import pathlib
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -14,8 +12,6 @@ import treeparams as tp
 from treeparams import optim, saving
 
 from .test_faults import lying
-
-OLD = pathlib.Path(__file__).parent / "data" / "state_by_number.safetensors"  # saved before states had names
 
 
 def norm():
@@ -126,15 +122,6 @@ def test_a_layer_that_is_inserted_shifts_no_other(path):
     assert "state.inserted.ema_state_index.0" in plan.missing
     with pytest.raises(ValueError, match=r"'state.inserted.ema_state_index.0' is in the tree and not in the file"):
         saving.load(path, run(Grown))
-
-
-def test_older_files_load_by_position():
-    assert "state.1.0" in saving.names(OLD)
-    assert means(saving.load(OLD, run(Then))) == [1, 2]
-    assert means(saving.plan(OLD, run(Then))(OLD)) == [1, 2]
-    names = {"state.1.*": "state.first.ema_state_index.*", "state.3.*": "state.second.ema_state_index.*"}
-    names |= {"state.0": "state.first.ema_first_time_index", "state.2": "state.second.ema_first_time_index"}
-    assert means(saving.plan(OLD, run(Swapped), rename=names)(OLD)) == [1, 2]
 
 
 def test_a_state_alone_goes_by_number_and_never_into_one_with_names(path):

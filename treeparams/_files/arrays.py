@@ -1,7 +1,7 @@
 """Arrays of JAX and NumPy: their dtypes in JAX, and copies where other arrays are."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -11,6 +11,8 @@ from jax.sharding import SingleDeviceSharding
 from .._tree.structure import Spec
 from .._tree.types import Array, is_inexact
 from .source import PIECE
+
+T = TypeVar("T")
 
 
 def in_numpy(array: Array) -> np.ndarray:
@@ -42,18 +44,19 @@ def placed(name: str, array: Array, like: Array | jax.ShapeDtypeStruct) -> Array
     return next(placed_in_turn([(0, (name, array, like))]))[1]
 
 
-def placed_in_turn(arrays: Iterable[tuple[int, Like]]) -> Iterator[tuple[int, Array]]:
+def placed_in_turn(arrays: Iterable[tuple[T, Like]]) -> Iterator[tuple[T, Array]]:
     """Yields each array with its key, placed as by `placed`.
 
     A large one is let go before the next one is read. Small ones wait for one another: JAX takes less than half the
     time for many that go to one place together.
     """
-    waiting, size = dict[int, Like](), 0
+    waiting, size = dict[T, Like](), 0
     for key, (name, array, like) in arrays:
-        if isinstance(array, Tracer):
-            yield key, array
+        if isinstance(array, Tracer) or isinstance(like, Tracer):  # which is nowhere yet
+            yield key, as_in_jax(name, array)
         elif isinstance(like, np.ndarray):
-            yield key, _narrowed(name, np.asarray(array), like.dtype)
+            # NumPy only looks at an array of JAX, which cannot be written to, and then this is a copy.
+            yield key, _narrowed(name, np.require(array, requirements="W"), like.dtype)
         else:
             waiting[key], size = (name, array, like), size + array.nbytes
         del array

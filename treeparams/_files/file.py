@@ -24,7 +24,7 @@ from .._tree.structure import Spec
 from .._tree.text import describe, in_short
 from .._tree.types import Array
 from .arrays import in_jax, in_numpy
-from .source import PIECE, FilePath, OnDisk, Source, as_path, crc32, replacing
+from .source import PIECE, FilePath, OnDisk, Source, as_path, crc32, damaged, replacing
 
 PREFIX = "treeparams."
 """Names in the metadata of a file that begin with this are reserved for this library."""
@@ -73,16 +73,16 @@ def _read_header(source: Source) -> tuple[dict[str, _Stored], dict[str, str], by
     size = source.size
     length = int.from_bytes(source.read(0, min(_PREFIX, size)).tobytes(), "little")
     if size < _PREFIX or length > min(size - _PREFIX, _LONGEST):
-        raise source.wrong(f"its header is said to have {length:,} bytes, and the {source.noun} has {size:,}")
+        raise damaged(source, f"its header is said to have {length:,} bytes, and the {source.noun} has {size:,}")
     first = _PREFIX + length
     text = source.read(_PREFIX, first).tobytes()
     try:
         arrays, metadata = _parsed(text.decode())
     except (ValueError, RecursionError) as error:
-        raise source.wrong(f"its header is no JSON of arrays: {error}") from None
+        raise damaged(source, f"its header is no JSON of arrays: {error}") from None
     end = first + (next(reversed(arrays.values()))[3] if arrays else 0)
     if end != size:
-        raise source.wrong(f"its arrays end at byte {end:,}, and the {source.noun} has {size:,}")
+        raise damaged(source, f"its arrays end at byte {end:,}, and the {source.noun} has {size:,}")
     return arrays, metadata, text
 
 
@@ -153,19 +153,6 @@ def _shape_and_bits(dtype: str, *shape: int) -> tuple[tuple[int, ...], int]:
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def _header_of(metadata: Mapping[str, str], entries: str) -> bytearray:
-    """Returns a header, after its length, of metadata and of the entries of arrays, a JSON object."""
-    try:
-        text = f"{_METADATA}{_encode(metadata)}{',' * (entries != '{}')}{entries[1:]}".encode()
-    except UnicodeEncodeError as error:
-        what = error.object[max(0, error.start - 20) : error.end]
-        raise ValueError(f"what ends with {what!r} is not Unicode text, so it cannot be saved") from None
-    if len(text) > _LONGEST:
-        raise ValueError(f"the names and texts take {len(text):,} bytes; the format has {_LONGEST:,} at most")
-    text += b" " * (-len(text) % 8)  # so that the arrays are aligned
-    return bytearray(len(text).to_bytes(_PREFIX, "little") + text)
 
 
 # -- Arrays as the format stores them ----------------------------------------------------------------------------------
@@ -294,13 +281,13 @@ class File:
         end = len(_START) + len(_BLANK)
         blanked = text[: len(_START)] + _BLANK.encode() + text[end:]
         if text[:end] != _START + f"{crc32(blanked):08x}".encode():
-            raise self.source.wrong("its header has another checksum than when it was saved")
+            raise damaged(self.source, "its header has another checksum than when it was saved")
         with self.understood():
             said = json.loads(metadata[_WORDS])
             if said["version"] != _VERSION:
                 what = f"{self.source.name} has version {said['version']!r} of the format of treeparams.saving"
                 raise ValueError(f"{what}, but this library reads {_VERSION}; install a newer treeparams")
-            self.words = {"marks": {}, "values": {}, "message": None} | said
+            self.words |= said
             sums, message = np.frombuffer(bytes.fromhex(metadata[_CHECKSUMS]), ">u4"), self.words["message"]
             self._sums = dict(zip(self._arrays, sums.tolist(), strict=True))
             self.is_change = message is not None and message["since"] is not None
@@ -317,7 +304,7 @@ class File:
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             if self.source.name in str(error):
                 raise
-            raise self.source.wrong(f"its description of its arrays cannot be read: {in_short(error)}") from error
+            raise damaged(self.source, f"its description of its arrays cannot be read: {in_short(error)}") from error
 
     @functools.cached_property
     def specs(self) -> Mapping[str, Spec]:
@@ -357,7 +344,7 @@ class File:
     def compare(self, name: str, data: np.ndarray) -> None:
         """Rejects the bytes of an array if they have another checksum than the file says."""
         if self._sums[name] != crc32(data):
-            raise self.source.wrong(f"{name!r} has another checksum than when it was saved")
+            raise damaged(self.source, f"{name!r} has another checksum than when it was saved")
 
     def decoded(self, name: str, data: np.ndarray) -> Any:
         """Returns the array for its bytes: a NumPy array, or typed keys."""
@@ -385,17 +372,13 @@ def file_at(path: FilePath) -> File:
 # -- Files of other programs ------------------------------------------------------------------------------------------
 
 _TRUST = "; reading one can run any code. If you trust it, convert it once"
-_BY_TORCH = (
-    ', {n: a.contiguous().clone() for n, a in arrays.items()}, "model.safetensors" by safetensors.torch.save_file'
-)
-_TORCH = (
-    f"is a pickle, as PyTorch writes it{_TRUST} with PyTorch: arrays = torch.load(path, weights_only=True){_BY_TORCH}"
-)
+_SAVE = '; safetensors.torch.save_file({n: a.contiguous().clone() for n, a in arrays.items()}, "model.safetensors")'
 _OTHERS = {  # by how they begin; for a zip archive by the names in it
     rb"zip:.*\.npy\n": "was written by np.savez; use np.load(path) as source: saving.plan(np.load(path), model)",
-    rb"zip:.*/constants\.pkl\n": f"is of TorchScript{_TRUST}: arrays = torch.jit.load(path).state_dict(){_BY_TORCH}",
-    rb"zip:": _TORCH,
-    rb"\x80[\2-\5]\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19": _TORCH,  # before it wrote archives
+    rb"zip:.*/constants\.pkl\n": f"is of TorchScript{_TRUST}: arrays = torch.jit.load(path).state_dict(){_SAVE}",
+    # An archive, and what it was before there were archives.
+    rb"zip:|\x80[\2-\5]\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19": f"is a pickle, as PyTorch writes it{_TRUST} with PyTorch: "
+    f"arrays = torch.load(path, weights_only=True){_SAVE}",
     # The length of a header may begin with the same two bytes, but a zero follows, which no pickle has there.
     rb"\x80[\2-\5][^\0]": f"is a pickle{_TRUST}: saving.save('model.safetensors', pickle.load(open(path, 'rb')))",
     # A map, and a text in it; of ONNX the version, and the author or the graph.
@@ -426,60 +409,64 @@ def _refuse_other(source: OnDisk) -> None:
 
 
 class Inventory:
-    """How arrays are stored, by name, in the order of the file, so that each is aligned."""
+    """How arrays are stored, by name, in the order of the file, so that each is aligned.
+
+    Attributes:
+        size: the size of the arrays in bytes.
+    """
 
     def __init__(self, kinds: Mapping[str, StoredAs]) -> None:
         self.kinds = {name: kinds[name] for name in sorted(kinds, key=lambda name: -kinds[name].itemsize)}
-        self.marks = {name: kind.mark for name, kind in self.kinds.items() if kind.mark}
-        entries, self.size = dict[str, Any](), 0  # in bytes
+        self._marks = {name: kind.mark for name, kind in self.kinds.items() if kind.mark}
+        entries, self.size = dict[str, Any](), 0
         for name, kind in self.kinds.items():
             start, self.size = self.size, self.size + kind.size
             entries[name] = {"dtype": kind.dtype, "shape": kind.shape, "data_offsets": (start, self.size)}
-        self.entries = _encode(entries)  # of the header
+        self._entries = _encode(entries)
 
+    def header(self, words: Mapping[str, Any], metadata: Mapping[str, str]) -> bytearray:
+        """Returns the header of a file with these words about the arrays; it has blanks in place of checksums."""
+        said = json.dumps({"version": _VERSION, **words, "marks": self._marks}, ensure_ascii=False)
+        metadata = {_CHECKSUM: _BLANK, _CHECKSUMS: _BLANK * len(self.kinds), _WORDS: said, **metadata}
+        try:
+            text = f"{_METADATA}{_encode(metadata)}{',' * bool(self.kinds)}{self._entries[1:]}".encode()
+        except UnicodeEncodeError as error:
+            what = error.object[max(0, error.start - 20) : error.end]
+            raise ValueError(f"what ends with {what!r} is not Unicode text, so it cannot be saved") from None
+        if len(text) > _LONGEST:
+            raise ValueError(f"the names and texts take {len(text):,} bytes; the format has {_LONGEST:,} at most")
+        text += b" " * (-len(text) % 8)  # so that the arrays are aligned
+        return bytearray(len(text).to_bytes(_PREFIX, "little") + text)
 
-class Draft:
-    """The content to write to a file or to memory: how arrays are stored, and the words about them.
-
-    Attributes:
-        size: the size of the file in bytes.
-    """
-
-    def __init__(self, inventory: Inventory, words: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-        self._names = list(inventory.kinds)
-        said = json.dumps({"version": _VERSION, **words, "marks": inventory.marks}, ensure_ascii=False)
-        metadata = {_CHECKSUM: _BLANK, _CHECKSUMS: _BLANK * len(self._names), _WORDS: said, **metadata}
-        self._header = _header_of(metadata, inventory.entries)
-        self.size = len(self._header) + inventory.size
-
-    def to_disk(self, path: FilePath, leaves: Mapping[str, Any]) -> None:
+    def to_disk(self, path: FilePath, header: bytearray, leaves: Mapping[str, Any]) -> None:
         """Writes a file, whole or not at all. Each array is read once.
 
         The header comes first in the file and holds the checksums, which are known only when all arrays are written. So
         it is written twice: first with blanks of the same length, and in the end with the checksums.
         """
         with replacing(as_path(path)) as file:
-            file.write(self._header)
+            file.write(header)
             sums = list[int]()
-            for name in self._names:
+            for name in self.kinds:
                 value = 0
                 for piece in _pieces_of(leaves[name]):
                     value = crc32(piece, value)
                     file.write(piece)
                 sums.append(value)
             file.seek(0)
-            file.write(self._head(sums))
+            file.write(_with_sums(header, sums))
 
-    def to_memory(self, parts: Mapping[str, Any]) -> bytes:
+    def to_memory(self, header: bytearray, parts: Mapping[str, Any]) -> bytes:
         """Returns the bytes of such a file, from those of its arrays. If these change meanwhile, checksums differ."""
-        ordered = [parts[name] for name in self._names]
-        return b"".join([self._head(list(map(crc32, ordered))), *ordered])
+        ordered = [parts[name] for name in self.kinds]
+        return b"".join([_with_sums(header, list(map(crc32, ordered))), *ordered])
 
-    def _head(self, sums: Sequence[int]) -> bytearray:
-        """Returns the header with the checksums of the arrays, and with its own, made with blanks in its place."""
-        header, text = self._header.copy(), np.array(sums, ">u4").tobytes().hex().encode()
-        first = _PREFIX + _SUMS_AT
-        header[first : first + len(text)] = text
-        first = _PREFIX + len(_START)
-        header[first : first + len(_BLANK)] = b"%08x" % crc32(header[_PREFIX:])
-        return header
+
+def _with_sums(header: bytearray, sums: Sequence[int]) -> bytearray:
+    """Returns the header with the checksums of the arrays, and with its own, made with blanks in its place."""
+    header, text = header.copy(), np.array(sums, ">u4").tobytes().hex().encode()
+    first = _PREFIX + _SUMS_AT
+    header[first : first + len(text)] = text
+    first = _PREFIX + len(_START)
+    header[first : first + len(_BLANK)] = b"%08x" % crc32(header[_PREFIX:])
+    return header

@@ -97,10 +97,6 @@ class Names(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"Names({', '.join(f'{name}: {describe(self.specs[name])}' for name in self)})"
 
-    def without_values(self) -> "Names":
-        """Returns the names and specs of the arrays without the arrays."""
-        return dataclasses.replace(self, read={}.__getitem__)
-
     def below(self, path: str) -> "Names":
         """Returns the names below a node, without its path."""
         if not any(is_below(name, path) for name in self.specs):

@@ -44,31 +44,13 @@ def as_path(path: object, verb: str = "save(path, model)") -> str:
     return os.fsdecode(path)
 
 
-class Source:
-    """Bytes to read.
-
-    Attributes:
-        name: the name in errors.
-        noun, kind: the words for it in errors, a short one and a full one.
-        size: the size in bytes.
-    """
-
-    name: str
-    noun: str
-    kind: str
-    size: int
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Reads bytes, from a disk into a new buffer that JAX uses without a copy."""
-        raise NotImplementedError
-
-    def wrong(self, why: str) -> ValueError:
-        """Makes the error for bytes that cannot be read."""
-        why = why if len(why) <= _LONGEST_REASON else f"{why[:_LONGEST_REASON]} ..."
-        return ValueError(f"{self.name} is no {self.kind}, or damaged: {why}")
+def damaged(source: "Source", why: str) -> ValueError:
+    """Makes the error for bytes that cannot be read."""
+    why = why if len(why) <= _LONGEST_REASON else f"{why[:_LONGEST_REASON]} ..."
+    return ValueError(f"{source.name} is no {source.kind}, or damaged: {why}")
 
 
-class InMemory(Source):
+class InMemory:
     """The bytes of a message."""
 
     name, noun, kind = "the message", "message", "message of saving.dumps"
@@ -81,10 +63,11 @@ class InMemory(Source):
         self.size = len(self.bytes)
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns bytes without a copy."""
         return np.asarray(self.bytes[start:stop])
 
 
-class OnDisk(Source):
+class OnDisk:
     """A file that is open for reading. Several threads and forked processes may read from it."""
 
     noun, kind = "file", "safetensors file"
@@ -98,12 +81,13 @@ class OnDisk(Source):
         self.size = os.fstat(self._file.fileno()).st_size
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        """Reads bytes into a new buffer that JAX uses without a copy."""
         found = aligned(stop - start)
         into = found.data
         while len(into):
             count = self.read_at(into[: 1 << 30], stop - len(into))  # macOS refuses to read 2 GiB at once
             if not count:
-                raise self.wrong("it has become shorter while it was read")
+                raise damaged(self, "it has become shorter while it was read")
             into = into[count:]
         return found
 
@@ -116,6 +100,7 @@ class OnDisk(Source):
             return self._file.readinto(into) or 0
 
 
+Source = InMemory | OnDisk
 _seeking = threading.Lock()
 
 
@@ -148,8 +133,7 @@ def replacing(path: str) -> Iterator[io.BufferedWriter]:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder; make it first", folder)
     # A killed process leaves its file behind, and the next one that writes to the same path removes it. So the name
     # tells the path, by a checksum: the name of the path itself may be as long as the file system allows.
-    start, end = f".{zlib.crc32(os.fsencode(name)):08x}.", ".unfinished"
-    start = os.path.join(folder, start)
+    start, end = os.path.join(folder, f".{zlib.crc32(os.fsencode(name)):08x}."), ".unfinished"
     for each in glob.iglob(f"{glob.escape(start)}*{end}"):  # nothing of a folder that may be written to and not listed
         _remove_unless_written(each)
     file = _locked(start, end, mode=0o666 if before is None else 0o600)

@@ -39,11 +39,8 @@ def in_words(leaf: Value) -> list[str]:
     ['numpy.float32', '0000003f']
     """
     kind = type(leaf)
-    name = kind_in_words(kind)
-    if name is None:
-        raise TypeError(f"a {kind.__name__} is neither a number nor a text")
     # Of a NumPy scalar the bytes are written, which tell one NaN from another.
-    return [name, _KINDS[kind][1](leaf) if kind in _KINDS else np.asarray(leaf).tobytes().hex()]
+    return [str(kind_in_words(kind)), _KINDS[kind][1](leaf) if kind in _KINDS else np.asarray(leaf).tobytes().hex()]
 
 
 def from_words(said: Sequence[str]) -> Value:
@@ -81,12 +78,15 @@ def kind_in_words(kind: type) -> str | None:
 # -- States of optimisers ---------------------------------------------------------------------------------------------
 
 
-class History(NamedTuple):
+_SIDES = {"runs": "running", "held": "held"}
+
+
+class Recorded(NamedTuple):
     """A history of a state, as a file records it."""
 
     side: str  # "runs", or "held" if its parameters wait
+    number: int  # of its count, and of its words
     path: str  # of its arrays in the state
-    count_path: str
     parameters: list[str]
 
     @property
@@ -95,11 +95,10 @@ class History(NamedTuple):
         return self.side, *self.parameters
 
 
-def histories_in(words: Mapping[str, Any]) -> list[History]:
+def histories_in(words: Mapping[str, Any]) -> list[Recorded]:
     """Returns the histories of a state in the order of the counts."""
-    sides = [("runs", i, paths) for i, paths in enumerate(words["running"])]
-    sides += [("held", i, paths) for i, paths in enumerate(words["held"])]
-    return [History(side, f"{side}.{i}", f"counts.{n}", paths) for n, (side, i, paths) in enumerate(sides)]
+    sides = [(side, i, paths) for side, its in _SIDES.items() for i, paths in enumerate(words[its])]
+    return [Recorded(side, n, f"{side}.{i}", paths) for n, (side, i, paths) in enumerate(sides)]
 
 
 def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:

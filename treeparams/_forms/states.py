@@ -255,12 +255,17 @@ class Copies:
         """Returns the state that `init` makes of a form."""
         return cls(entries_of(state), divide(init, form, state))
 
+    @property
+    def problem(self) -> str:
+        """Why the owners of the state are not known."""
+        if not self.division.problem and len(self.arrays) != len(self.division.owners):
+            return "the state was changed since its transformation made it: it has other arrays"
+        return self.division.problem
+
     def check(self) -> None:
-        """Raises a `ValueError` if the owners of the state could not be found."""
-        if self.division.problem:
-            raise ValueError(self.division.problem)
-        if len(self.arrays) != len(self.division.owners):
-            raise ValueError("the state was changed since its transformation made it: it has other arrays")
+        """Raises a `ValueError` if the owners of the state are not known."""
+        if self.problem:
+            raise ValueError(self.problem)
 
     def owned(self) -> Iterator[tuple[Entries, Owners | None]]:
         """Returns the entries and owners of each array; raises an error if the owners could not be found."""

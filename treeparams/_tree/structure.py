@@ -145,7 +145,6 @@ class Structure:
     nodes: tuple[Node, ...]
     entries: tuple[Entries, ...]  # of each leaf
     states: "_States"  # those with names
-    numbered: Mapping[int, Entries]  # the entries that their leaves had if values went by number, as elsewhere
     unkeyed: Mapping[str, list[Any]]  # of each node whose children go by number its class and their number, by path
     statics: tuple[Any, ...]  # keys of each node's type and static value; taken at once, since a list may change later
     bare: tuple[object, ...]  # static `object()`s, whose keys are their order
@@ -340,7 +339,7 @@ def _named(nodes: list[Node], entries: list[Entries], unkeyed: Mapping[int, int]
     for node in nodes:
         if node.cls is eqx.nn.StateIndex:
             indices.setdefault(node.static[-1], []).append(node.entries)
-    states, numbered = dict[Entries, list[Entries]](), dict[int, Entries]()
+    states = dict[Entries, list[Entries]]()
     for number in unkeyed if indices else ():
         node = nodes[number]
         if node.cls is not eqx.nn.State or not node.static or not all(key in indices for key in node.static):
@@ -356,14 +355,12 @@ def _named(nodes: list[Node], entries: list[Entries], unkeyed: Mapping[int, int]
         def named(its: Entries, above: Entries = node.entries, names: list[Entries] = names) -> Entries:
             return (*above, *names[int(its[len(above)])], *its[len(above) + 1 :])
 
-        numbered |= {i: entries[i] for i in range(node.start, node.stop)}
         below = slice(number + 1, node.last)
         nodes[below] = [each._replace(entries=named(each.entries)) for each in nodes[below]]
         entries[node.start : node.stop] = map(named, entries[node.start : node.stop])
     pairs = [(nodes[number], count) for number, count in unkeyed.items()]
     by_number = {node.path: [node.cls.__name__, count] for node, count in pairs if node.entries not in states}
-    found = {"nodes": tuple(nodes), "entries": tuple(entries), "states": states}
-    return found | {"numbered": numbered, "unkeyed": by_number}
+    return {"nodes": tuple(nodes), "entries": tuple(entries), "states": states, "unkeyed": by_number}
 
 
 def _count_shared(*several: Entries) -> int:

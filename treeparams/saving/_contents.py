@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,15 +12,15 @@ from jax.core import Tracer
 
 from .._files.arrays import placed
 from .._files.file import bytes_of
-from .._files.names import bare, name_of
-from .._files.values import in_words, kind_in_words
+from .._files.names import bare, is_below, name_of, split_name
+from .._files.values import Recorded, histories_in, in_words, kind_in_words
 from .._forms.restructure import Restructure, known_leaves
-from .._forms.states import Division, Entries, Owners, entries_of
+from .._forms.states import Copies, Division, Entries, Owners, entries_of
 from .._slots.layout import Trainable, index_of, look_up
 from .._slots.ties import Alias, find_ties
 from .._slots.where import declared_frozen
 from .._tree.copying import copy_leaf
-from .._tree.paths import join_path, quote
+from .._tree.paths import join_path, quote, split_path
 from .._tree.structure import structure_of
 from .._tree.types import PyTree, value_of
 from ..optim._state import TrainableState, nodes_of
@@ -55,11 +55,6 @@ class Contents:
         """The leaves to store, by name."""
         return {name: i for i, name in self.names.items() if i not in self.aliases}
 
-    @property
-    def ties(self) -> dict[str, tuple[str, str]]:
-        """The ties in words: `{alias: (name, transforms)}`."""
-        return {self.names[i]: (self.names[alias.source], str(alias)) for i, alias in self.aliases.items()}
-
     @functools.cached_property
     def values(self) -> dict[int, list[str]]:
         """The numbers and texts in words, by leaf."""
@@ -70,8 +65,6 @@ class Contents:
     def leaf_at(self) -> dict[str, int]:
         """The leaf at each path, with and without quotes, so that you may write a key with dots where it is a name."""
         leaves = {name: i for i, name in self.names.items()}
-        # Older files, and dictionaries, have numbers where a state of Equinox has names here.
-        leaves |= {join_path(entries): i for i, entries in self.structure.numbered.items() if i in self.names}
         count = collections.Counter(map(bare, leaves))
         return {text: i for name, i in leaves.items() if count[text := bare(name)] == 1} | leaves
 
@@ -117,21 +110,12 @@ class Contents:
         return jtu.tree_unflatten(self.treedef, [self._refs.get(i, leaf) for i, leaf in enumerate(leaves)])
 
     @functools.cached_property
-    def states(self) -> dict[str, TrainableState]:
-        """The states of `optim.trainable` and similar functions, by path."""
-        return self._of_class(TrainableState)
-
-    @functools.cached_property
     def states_in_words(self) -> dict[str, dict[str, Any]]:
-        """These states in the words of a file, by path."""
-        return {path: state_in_words(state) for path, state in self.states.items()}
+        """The states of `optim.trainable` in the words of a file, by path."""
+        return {path: state_in_words(state) for path, state in self.of_class(TrainableState).items()}
 
-    @property
-    def ways_back(self) -> dict[str, Restructure[Any]]:
-        """The `Restructure`s of vectors and stacks, by path."""
-        return self._of_class(Restructure)
-
-    def _of_class(self, cls: type[T]) -> dict[str, T]:
+    def of_class(self, cls: type[T]) -> dict[str, T]:
+        """Returns the nodes of a class, by path."""
         paths = [node.path for node in self.structure.nodes if issubclass(node.cls, cls)]
         tree = jtu.tree_unflatten(self.treedef, self.leaves) if paths else None
         return dict(zip(paths, nodes_of(cls, tree), strict=True))
@@ -139,8 +123,8 @@ class Contents:
     @functools.cached_property
     def in_states(self) -> frozenset[int]:
         """The leaves of these states."""
-        spans = [range(node.start, node.stop) for node in self.structure.nodes if issubclass(node.cls, TrainableState)]
-        return frozenset(i for span in spans for i in span)
+        nodes = [node for node in self.structure.nodes if issubclass(node.cls, TrainableState)]
+        return frozenset(i for node in nodes for i in range(node.start, node.stop))
 
     @functools.cached_property
     def abstract(self) -> frozenset[int]:
@@ -190,34 +174,41 @@ def _division_in_words(run: PyTree, division: Division, numbers: Mapping[str, in
     The owners are a block of parameters, the numbers of entries before and after it, and an axis. Arrays that all
     parameters share are left out.
     """
-    arrays, problem = entries_of(run), division.problem
-    if not problem and len(arrays) != len(division.owners):
-        problem = "the state was changed since its transformation made it: it has other arrays"
+    copies = Copies(entries_of(run), division)
     # Most arrays of a state have the owners of another one, as Adam's two moments do, so a block is written once, and
     # each array refers to it by number. The entries before and after are a part of the array's own path: their number
     # is enough.
     blocks, owned = dict[Any, int](), dict[str, list[Any]]()
-    for entries, owners in [] if problem else zip(arrays, division.owners, strict=True):
+    for entries, owners in [] if copies.problem else copies.owned():
         if owners is not None:
             starts = () if owners.axis is None else tuple(owners.block.starts)
             block = tuple([numbers[path] for path in owners.paths]), starts, owners.block.has_rows
             number = blocks.setdefault(block, len(blocks))
             owned[join_path(entries)] = [number, *map(len, owners.place), owners.axis]
-    return {"blocks": list(blocks), "owners": owned, "problem": problem}
+    return {"blocks": list(blocks), "owners": owned, "problem": copies.problem}
 
 
-def division_in(words: Mapping[str, Any], number: int, arrays: Collection[Entries]) -> Division:
-    """Returns the owners of each of these arrays of a history."""
-    said = words["divisions"][number]
+def recorded_in(words: Any, arrays: Mapping[str, Any], start: str = "") -> Iterator[tuple[Recorded, Copies]]:
+    """Yields the histories of a state, each with what is given for its arrays, and the parameters that these are of.
 
-    def owners_of(entries: Entries) -> Owners | None:
-        its = said["owners"].get(join_path(entries))
-        if its is None:
-            return None
-        block, before, after, axis = its
-        slots, _, has_rows = said["blocks"][block]
-        place = entries[:before], entries[len(entries) - after :]
-        its = [words["slots"][slot] for slot in slots]
-        return Owners.of([path for path, *_ in its], place, axis, [tuple(shape) for _, _, shape, _ in its], has_rows)
-
-    return Division(tuple(map(owners_of, arrays)), said["problem"])
+    Args:
+        words: those of the state.
+        arrays: what is given, by name.
+        start: what the names of the state start with.
+    """
+    for said in histories_in(words):
+        division, at = words["divisions"][said.number], start + said.path
+        owned, found, owners = dict[Entries, tuple[Entries, Owners]](), dict[Entries, Any](), list[Owners | None]()
+        for path, (block, before, after, axis) in division["owners"].items():
+            entries, (slots, _, has_rows) = split_path(path), division["blocks"][block]
+            place, its = (entries[:before], entries[len(entries) - after :]), [words["slots"][slot] for slot in slots]
+            paths, shapes = [path for path, *_ in its], [tuple(shape) for _, _, shape, _ in its]
+            # A node that only wraps one value, such as a variable of Flax, has no entry in a name.
+            own = entries[before : len(entries) - after] if axis is not None else split_path(paths[0])
+            owned[(*place[0], *own, *place[1])] = entries, Owners.of(paths, place, axis, shapes, has_rows)
+        for name in [name for name in arrays if is_below(name, at)]:
+            named = split_name(name[len(at) + 1 :])
+            entries, its = owned.get(named, (named, None))
+            found[entries] = arrays[name]
+            owners.append(its)
+        yield said, Copies(found, Division(tuple(owners), division["problem"]))

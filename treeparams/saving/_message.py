@@ -9,9 +9,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._files.arrays import placed
-from .._files.file import Draft, File, Inventory, StoredAs, bytes_of, stored_as
+from .._files.file import File, Inventory, StoredAs, bytes_of, stored_as
 from .._files.names import name_of
-from .._files.source import InMemory, aligned, crc32
+from .._files.source import InMemory, aligned, crc32, damaged
 from .._forms.block import Block
 from .._forms.form import Form, tree_of
 from .._forms.restructure import Restructure, halves_of
@@ -87,9 +87,9 @@ def dumps(
     with naming_deleted(model):
         inventory, parts, words = _sent(model, restructure)
         said = {"is_tree": restructure is None, "version": version, "since": None}
-        whole = Draft(inventory, words | {"message": said}, {})
+        whole = inventory.header(words | {"message": said}, {})
         if since is None:
-            return whole.to_memory(parts)
+            return inventory.to_memory(whole, parts)
         if not isinstance(since, tuple) or len(since) != 2:
             raise TypeError("a change needs two versions: saving.dumps(model, version=4, since=(3, before))")
         last, before = _as_version(since[0]), since[1]
@@ -107,16 +107,16 @@ def dumps(
     changed = {name: each for name, each in rows.items() if each is not None}
     sent = Inventory(inventory.kinds | {name: StoredAs("U8", each.shape, 1, {}) for name, each in changed.items()})
     how = {"version": last, "checksum": checksum, "changed": list(changed)}
-    change = Draft(sent, words | {"message": said | {"since": how}}, {})
-    return change.to_memory({**parts, **changed}) if change.size < whole.size else whole.to_memory(parts)
+    change = sent.header(words | {"message": said | {"since": how}}, {})
+    is_smaller = len(change) + sent.size < len(whole) + inventory.size
+    return sent.to_memory(change, {**parts, **changed}) if is_smaller else inventory.to_memory(whole, parts)
 
 
 def _sent(model: Any, restructure: object) -> tuple[Inventory, _Bytes, dict[str, Any]]:
     """Returns how the arrays of a message are stored, their bytes by name, and the words beside its version."""
     if restructure is None:
-        leaves, words = stored_in(model, "write saving.dumps(model)")
-        kinds = {name: stored_as(name, leaf) for name, leaf in leaves.items()}
-        return Inventory(kinds), {name: bytes_of(leaf) for name, leaf in leaves.items()}, words
+        inventory, leaves, words = stored_in(model, "write saving.dumps(model)")
+        return inventory, {name: bytes_of(leaf) for name, leaf in leaves.items()}, words
     layout, form = _layout_and_form(restructure)
     return _inventory(form), _bytes_in(form, model), {"layout": layout.digest, "ties": {}, "states": {}}
 
@@ -279,7 +279,7 @@ class _Message(File):
     def fill(self, buffers: _Bytes) -> None:
         """Copies the bytes of each array into its buffer; raises a `ValueError` if one differs from the sent one."""
         if buffers.keys() != self._arrays.keys():
-            raise self.source.wrong("its arrays are not those of its layout")
+            raise damaged(self.source, "its arrays are not those of its layout")
         for name, part in self._parts.items():
             before, itemsize = self._have.get(name, (part, 0))
             buffers[name].data[:] = before.data  # as `memoryview`s a copy takes a third of the time
@@ -357,10 +357,9 @@ def _layout_and_form(restructure: object) -> tuple[Layout, Form]:
 def _inventory(form: Form) -> Inventory:
     """Returns how the parameters in a form are stored, by name, each in its own dtype; senders often ask."""
     kinds = dict[str, StoredAs]()
-    for slot, path in enumerate(form.paths):
-        block, number = form.locations[slot]
-        zero = np.zeros((), form.blocks[block].dtypes[number])
-        kinds[name_of(path)] = stored_as(path, np.broadcast_to(zero, form.blocks[block].shapes[number]))
+    for block, names in zip(form.blocks, _names(form), strict=True):
+        for name, dtype, shape in zip(names, block.dtypes, block.shapes, strict=True):
+            kinds[name] = stored_as(name, np.broadcast_to(np.zeros((), dtype), shape))
     return Inventory(kinds)
 
 
@@ -370,7 +369,7 @@ def _bytes_in(form: Form, given: Any) -> _Bytes:
     for block, names, leaf in zip(form.blocks, _names(form), form.leaves(given), strict=True):
         stored_as(form.noun, leaf)  # refuses arrays without values
         flat = np.asarray(leaf).reshape(-1)
-        if _is_as_stored(block, flat.dtype):
+        if set(block.dtypes) <= {flat.dtype}:
             found |= zip(names, _cut(block, flat.view(np.uint8)), strict=True)
         else:
             found |= zip(names, map(bytes_of, map(_as_dtype, _cut(block, flat), block.dtypes)), strict=True)
@@ -387,7 +386,7 @@ def _filled_form(form: Form, received: _Message, like: Any) -> Any:
         wholes.append(flat.reshape(block.shape))
         if block.length is not None:
             wholes[-1][block.starts[-1] :] = 0  # the padding
-        if _is_as_stored(block, flat.dtype):
+        if set(block.dtypes) <= {flat.dtype}:
             buffers |= zip(names, _cut(block, data), strict=True)
         else:
             pieces = _cut(block, flat)
@@ -407,16 +406,9 @@ def _names(form: Form) -> list[list[str]]:
     return [[name_of(form.paths[slot]) for slot in slots] for slots in form.members]
 
 
-def _is_as_stored(block: Block, dtype: Any) -> bool:
-    """Returns whether the bytes of a block in a dtype are those of its arrays, each in its own dtype."""
-    return set(block.dtypes) <= {dtype}
-
-
 def _cut(block: Block, flat: np.ndarray) -> list[np.ndarray]:
     """Returns views of each array in a flat block, or of the bytes of each in those of the block."""
-    if block.length is None:
-        return [flat]
-    row = len(flat) // block.length if block.length else 0
+    row = len(flat) // (block.length or 1)  # of a single array, all of it
     return [flat[row * a : row * b] for a, b in itertools.pairwise(block.starts)]
 
 

@@ -26,8 +26,7 @@ from .._programs import Kind, Walk, bind, is_floating, is_linear, kind_of
 from .._tree.paths import nearest
 from .._tree.text import describe
 from .._tree.types import common_dtype, is_complex
-from ._contents import Contents
-from ._fit import Move
+from ._fit import Fit
 from ._names import Route, stack, unstack
 
 
@@ -35,14 +34,13 @@ class Movers:
     """The moves of a plan, by the paths of its model, for arrays that belong to the parameters.
 
     Attributes:
-        source: the names and specs of the plan's source.
-        strict: whether names that the source does not have are errors.
+        fit: the plan.
         comes: the source of each path.
         used: the names that come somewhere.
     """
 
-    def __init__(self, contents: Contents, comes: Mapping[int, Move], source: Names, strict: bool) -> None:
-        self.source, self.strict = source, strict
+    def __init__(self, fit: Fit) -> None:
+        self.fit, contents, comes = fit, fit.contents, fit.comes
         paths = contents.structure.paths
         # In a model that was untied after the plan was made each place gets the array of the tie, unless computed.
         roots = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
@@ -57,11 +55,10 @@ class Movers:
         for path, array in arrays:
             spec = self._model.get(path)
             if spec is None or spec.shape != tuple(array.shape):
-                got = "has none" if spec is None else f"has {describe(spec)}"
-                hint = nearest(path, self._model) if spec is None else ""
+                got = f"has {describe(spec)} there" if spec else f"has none there{nearest(path, self._model)}"
                 raise ValueError(
-                    f"like has {describe(array)} at {path!r}, but the plan's model {got} there{hint}: it belongs to "
-                    f"another model; write like={write} with the model that the plan makes"
+                    f"like has {describe(array)} at {path!r}, but the plan's model {got}: it belongs to another "
+                    f"model; write like={write} with the model that the plan makes"
                 )
 
     def places(self, path: str) -> "Places":
@@ -71,21 +68,23 @@ class Movers:
             return Places(route.sources, True, None, lambda arrays: arrays[0])
         if route.function in (stack, unstack):
             return Places(route.sources, False, None, lambda arrays: route(*arrays)[number])
-        key = id(route.function), *(self.source.specs[name] for name in route.sources)  # layers have it in common
+        key = id(route.function), *(self.fit.source.specs[name] for name in route.sources)  # layers have it in common
         if key not in self._found:
-            self._found[key] = _Reader(route, self.source).places()
+            self._found[key] = _Reader(route, self.fit.source).places()
         found = self._found[key][number]
         return found._replace(reads=tuple([route.sources[i] for i in found.reads]))
 
     def check(self) -> None:
         """Checks that averages can follow all functions."""
         for route, _, _ in self.comes.values():
-            _Reader(route, self.source).check()
+            reader = _Reader(route, self.fit.source)
+            if reader.own:
+                reader.walked(_Linear(), dict.fromkeys(reader.own))
 
     def average(self, path: str, read: Callable[[str], Any]) -> Any:
         """Returns the average for a path, from the averages by name; it keeps the dtype of these."""
         route, number, _ = self.comes[path]
-        reader, arrays = _Reader(route, self.source), list(map(read, route.sources))
+        reader, arrays = _Reader(route, self.fit.source), list(map(read, route.sources))
         if reader.own and self._model[path].parameter:
             return reader.results({i: arrays[i] for i in reader.own})[number]
         return route(*arrays)[number]
@@ -125,7 +124,7 @@ class _Reader:
     def places(self) -> dict[int, Places]:
         """Returns where the elements come from, for each result that is floating or complex."""
         read = _Linear(is_exact=True)
-        results = self._walked(read, dict.fromkeys(self.own))
+        results = self.walked(read, dict.fromkeys(self.own))
         rows = {} if read.has_moved(results.values()) else self._rows()
         found = dict[int, Places]()
         for number, result in results.items():
@@ -136,16 +135,11 @@ class _Reader:
             found[number] = Places(reads, result.is_given, dropped, filled)
         return found
 
-    def check(self) -> None:
-        """Checks that the function is affine."""
-        if self.own:
-            self._walked(_Linear(), dict.fromkeys(self.own))
-
     def results(self, arrays: Mapping[int, Any], *, is_exact: bool = False) -> dict[int, Any]:
         """Returns the results for these arrays in place of the parameters."""
         dtype = common_dtype([array.dtype for array in arrays.values()])
         own = {i: jnp.asarray(array).astype(dtype) for i, array in arrays.items()}
-        return {number: result.array for number, result in self._walked(_Linear(dtype, is_exact), own).items()}
+        return {number: result.array for number, result in self.walked(_Linear(dtype, is_exact), own).items()}
 
     def _filled(self, number: int, dropped: Any, reads: Sequence[int], arrays: Sequence[Any]) -> Any:
         zeros = {i: np.zeros(self._specs[i].shape, arrays[0].dtype) for i in self.own}
@@ -166,7 +160,8 @@ class _Reader:
                 raise self._refused("changes or repeats them")
             return jax.tree.map(np.asarray, rows)
 
-    def _walked(self, walk: "_Linear", arrays: Mapping[int, Any]) -> "dict[int, _Elements]":
+    def walked(self, walk: "_Linear", arrays: Mapping[int, Any]) -> "dict[int, _Elements]":
+        """Returns the results of a walk along the function with arrays in place of the parameters."""
         try:
             with jax.ensure_compile_time_eval():
                 program = jax.make_jaxpr(self._route)(*[jax.ShapeDtypeStruct(*spec[:2]) for spec in self._specs])

@@ -324,7 +324,10 @@ def _of_tree(tree: PyTree) -> Names:
             tree = getattr(tree, attribute, tree)
     contents = Contents(jtu.tree_map_with_path(_as_known, tree))
     contents.store_what_differs()
-    return names_of_contents(contents)
+    paths, leaves = contents.structure.paths, contents.leaves
+    numbers = {name_of(paths[i]): leaves[i] for i in contents.values}
+    ties = contents.aliases.values()
+    return _of_structure(contents.structure, ties, leaves.__getitem__, numbers, contents.states_in_words)
 
 
 def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
@@ -334,14 +337,6 @@ def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
         return leaf
     leaf = _not_foreign(jtu.keystr(path), leaf)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def names_of_contents(contents: Contents) -> Names:
-    """Returns the names of a tree that was taken apart."""
-    paths, leaves = contents.structure.paths, contents.leaves
-    numbers = {name_of(paths[i]): leaves[i] for i in contents.values}
-    ties = contents.aliases.values()
-    return _of_structure(contents.structure, ties, leaves.__getitem__, numbers, contents.states_in_words)
 
 
 def names(

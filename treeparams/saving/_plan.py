@@ -1,24 +1,19 @@
 """plan: decides which array goes where before anything is loaded."""
 
 import functools
-import operator
 import os
-from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-import jax.tree_util as jtu
-
 from .._average import Ema
-from .._files.names import Names, head_of, heads_of
+from .._files.names import head_of, heads_of
 from .._slots.layout import Trainable
-from .._slots.ties import Alias
 from .._tree.paths import nearest
 from .._tree.text import Printed, Table, describe, quoted
 from ..optim._state import TrainableState
 from ._contents import Contents
-from ._fit import Fit, compared, filled, fit, shown
+from ._fit import Fit, shown
 from ._movers import Movers
-from ._names import Rename, Transforms, names_of, names_of_contents
+from ._names import Rename, Transforms, names_of
 from ._states import carried_average, carried_state
 
 M = TypeVar("M")
@@ -36,15 +31,19 @@ class Plan(Printed, Generic[M]):
         disagrees: a sentence for each array that would go somewhere but does not fit.
     """
 
-    def __init__(self, contents: Contents, source: Names, found: Fit, strict: bool) -> None:
+    def __init__(self, found: Fit) -> None:
         """For internal use. Call `saving.plan(source, model)` instead."""
-        self._contents = contents
-        # A plan holds no array of its source, which may be large, and may be gone when the plan is applied.
-        self._source = source.without_values()
-        self._fit, self._strict = found, strict
-        self.missing = tuple(contents.names[leaf] for leaf in found.missing)
-        self.unused, self.disagrees = tuple(found.unused), found.disagrees
-        self.rows = _rows(contents, found)
+        self._fit = found
+        self.missing = tuple(found.contents.names[leaf] for leaf in found.missing)
+        self.unused, self.disagrees = tuple(found.unused), tuple(found.disagrees)
+        self.rows = tuple(map(self._row, found.contents.stored.values()))
+
+    def _row(self, leaf: int) -> "Row":
+        structure, move = self._fit.contents.structure, self._fit.comes.get(leaf)
+        names, how = (move.route.sources, move.route.how) if move else ((), "")
+        if move and len(move.route.targets) > 1:
+            how += f", {move.number + 1} of {len(move.route.targets)}"
+        return Row(structure.paths[leaf], names, how, *structure.spec(leaf)[:2])
 
     def __call__(self, arrays: Any) -> M:
         """Returns the model with these arrays in it.
@@ -68,8 +67,8 @@ class Plan(Printed, Generic[M]):
                 damaged. Inside `jax.jit`, names, shapes and dtypes are compared when the function is traced, and values
                 cannot be compared.
         """
-        given = compared(names_of(arrays), self._source, self._fit, self._strict)
-        return self._contents.tree(filled(self._contents, self._fit, given))
+        found = self._fit
+        return found.contents.tree(found.filled(found.compared(names_of(arrays))))
 
     def state(self, source: Any, like: TrainableState) -> TrainableState:
         """Carries a state of an optimiser over from the old model to the new one.
@@ -156,62 +155,40 @@ class Plan(Printed, Generic[M]):
 
     @functools.cached_property
     def _movers(self) -> Movers:
-        return Movers(self._contents, self._fit.comes, self._source, self._strict)
+        return Movers(self._fit)
 
     def __repr__(self) -> str:
         counts = [(len(self.missing), "missing"), (len(self.unused), "unused"), (len(self.disagrees), "disagree")]
         wrong = "".join(f", {count} {word}" for count, word in counts if count)
         return f"Plan({len(self.rows)} arrays{wrong})"
 
-    def __reduce__(self) -> Any:
-        # A treedef of a class need not be one of that class when it has been pickled; a model is.
-        model = jtu.tree_unflatten(self._contents.treedef, self._contents.leaves)
-        return _unpickled, (model, self._contents.aliases, self._source, self._fit, self._strict)
-
     def problems(self) -> list[str]:
         """Returns all problems, one line each."""
-        contents, source, found = self._contents, self._source, self._fit
-        heads = heads_of([contents.names[leaf] for leaf in found.missing], source.specs)
+        found = self._fit
+        heads = heads_of(self.missing, found.source.specs)
         if heads:
             call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
             return [f"the source has such a model below {quoted(heads)}; to load one, write {call}"]
-        paths = [contents.short_names[leaf] for leaf in found.missing]
+        paths = [found.contents.short_names[leaf] for leaf in found.missing]
         few = len(paths) * len(found.unused) < 1000  # the nearest of many takes long to find
         unused, missing = (found.unused, paths) if few else ((), ())
         return [
             *(f"{path!r} is missing: nothing comes to it{nearest(path, unused)}" for path in paths),
-            *(
-                f"{name!r} is unused: no array is at {to or name!r}{nearest(to or name, missing)}"
-                for name, to in found.unused.items()
-            ),
+            *(f"{name!r} is unused: no array is at {to!r}{nearest(to, missing)}" for name, to in found.unused.items()),
             *found.disagrees,
         ]
 
     def _blocks(self) -> list[Table | str]:
         """Returns the table, a line with the number of arrays that come from the source, and all problems."""
-        contents, found = self._contents, self._fit
-        why = dict.fromkeys(found.missing, "missing") | dict.fromkeys(found.kept, "stays")
-        cells = [
-            [
-                shown([contents.short_names[leaf]]),
-                shown(row.names) or "-",
-                row.how if row.names else why.get(leaf, "disagrees"),
-                describe(row),
-            ]
-            for leaf, row in zip(contents.stored.values(), self.rows, strict=True)
-        ]
-        used = sum(1 for row in self.rows if row.names)
-        table = Table(["path", "from", "how", "is"], cells)
-        return [table, f"{used} of {len(self.rows)} arrays come from the source", *self.problems()]
-
-
-def _unpickled(model: Any, aliases: dict[int, Alias], source: Names, found: Fit, strict: bool) -> Plan[Any]:
-    contents = Contents(model)
-    contents.aliases = aliases
-    return Plan(contents, source, found, strict)
-
-
-_contents_of: Callable[[Plan[Any]], Contents] = operator.attrgetter("_contents")
+        contents, found = self._fit.contents, self._fit
+        why = dict.fromkeys(found.missing, "missing") | dict.fromkeys(found.stay, "stays")
+        cells = list[list[str]]()
+        for leaf, row in zip(contents.stored.values(), self.rows, strict=True):
+            how = row.how if row.names else why.get(leaf, "disagrees")
+            cells.append([shown([contents.short_names[leaf]]), shown(row.names) or "-", how, describe(row)])
+        used = sum(bool(row.names) for row in self.rows)
+        said = f"{used} of {len(self.rows)} arrays come from the source"
+        return [Table(["path", "from", "how", "is"], cells), said, *self.problems()]
 
 
 def plan(
@@ -291,8 +268,8 @@ def plan(
         source: arrays by name. This can be a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a
             safetensors file, of which only the header is read, or a list of several; a folder of such files, or its
             `model.safetensors.index.json`; the result of `np.load` for an `.npz` file; the result of `saving.names`;
-            Orbax's metadata of a checkpoint, `checkpointer.metadata(path)`; another model or a `Layout`, whose names
-            are its paths; or another plan, which counts as the model that it makes.
+            Orbax's metadata of a checkpoint, `checkpointer.metadata(path)`; or another model or a `Layout`, whose names
+            are its paths.
         model: the model to fill, ties once. Its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`). The
             keys of a flat dictionary, such as `layers.0.weight`, are names too.
         rename: a dictionary as above, or a function of a name that returns the new name, or `None` to drop it.
@@ -320,9 +297,7 @@ def plan(
     """
     if isinstance(model, (str, os.PathLike)):
         raise TypeError("expected a model, got a path; the source comes first: saving.plan(path, model)")
-    contents = Contents(model, trainable)
-    known = names_of_contents(_contents_of(source)) if isinstance(source, Plan) else names_of(source)
-    made = Plan(contents, known, fit(contents, known, rename, transform), strict)
+    made = Plan(Fit(Contents(model, trainable), names_of(source), rename, transform, strict))
     problems = made.problems()
     if strict and problems:
         raise ValueError("the source does not fit the model; strict=False loads the rest:\n" + "\n".join(problems))
@@ -345,15 +320,3 @@ class Row(NamedTuple):
         names = ", ".join(shown([name]) for name in self.names) or "nothing"
         how = f" by {self.how}" if self.how else ""
         return f"{shown([self.path])}: {describe(self)}, from {names}{how}"
-
-
-def _rows(contents: Contents, found: Fit) -> tuple[Row, ...]:
-    """Returns the arrays of a model, ties once."""
-    rows = []
-    for leaf in contents.stored.values():
-        spec, move = contents.structure.spec(leaf), found.comes.get(leaf)
-        names, how = (move.route.sources, move.route.how) if move else ((), "")
-        if move and len(move.route.targets) > 1:
-            how += f", {move.number + 1} of {len(move.route.targets)}"
-        rows.append(Row(contents.structure.paths[leaf], names, how, spec.shape, spec.dtype))
-    return tuple(rows)

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 from .._files.file import File
-from .._files.names import is_below, split_name
 from .._files.values import histories_in, specs_in
 from .._forms.form import tree_of
 from .._forms.states import Copies, Division, Entries, Owners, entries_of
@@ -28,7 +27,7 @@ from .._tree.text import first_few
 from .._tree.types import PyTree, is_inexact
 from ..optim._groups import Group, GroupsState
 from ..optim._state import History, TrainableState, state_of
-from ._contents import division_in, state_in_words
+from ._contents import recorded_in, state_in_words
 
 
 def with_histories(tree: PyTree, file: File) -> PyTree:
@@ -38,14 +37,13 @@ def with_histories(tree: PyTree, file: File) -> PyTree:
     """
     if not file.words["states"]:
         return tree
-    is_state = lambda node: isinstance(node, TrainableState)
-    nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_state)
-    made = list[Any]()
-    for keys, node in nodes:
+
+    def with_its_own(keys: jtu.KeyPath, node: Any) -> Any:
         path = join_path(key_entries(keys))
-        is_known = is_state(node) and path in file.words["states"]
-        made.append(_with_histories(node, file, path) if is_known else node)
-    return jtu.tree_unflatten(treedef, made)
+        is_known = isinstance(node, TrainableState) and path in file.words["states"]
+        return _with_histories(node, file, path) if is_known else node
+
+    return jtu.tree_map_with_path(with_its_own, tree, is_leaf=lambda node: isinstance(node, TrainableState))
 
 
 def _with_histories(state: TrainableState, file: File, path: str) -> TrainableState:
@@ -75,33 +73,14 @@ def _with_histories(state: TrainableState, file: File, path: str) -> TrainableSt
         )
     whole, start = _tied(state, there), f"{path}." if path else ""
     sides: dict[str, list[History]] = {"runs": [], "held": []}
-    for number, said in enumerate(histories_in(there)):
-        below = {split_name(name[len(start) :])[2:]: specs[name] for name in specs if is_below(name, start + said.path)}
-        full = _full_entries(there, number)
-        its = {full.get(entries, entries): spec for entries, spec in below.items()}
-        stored = Copies(its, division_in(there, number, its))
+    for said, stored in recorded_in(there, specs, start):
         layout = trained_at(whole, [structure.index[path] for path in said.parameters])
         count = jax.ShapeDtypeStruct((), np.dtype("int32"))
         sides[said.side].append(dataclasses.replace(like_history(shown, layout, stored), count=count))
     layout = trained_at(whole, [leaf for each in sides["runs"] for leaf in index_of(each.layout).positions])
     still = specs.get(f"{start}still")
-    shape = () if still is None else jax.ShapeDtypeStruct(*still[:2])
-    has_counts = still is not None and not isinstance(state.still, tuple)
-    return state_of(layout, sides["runs"], sides["held"], state.still if has_counts else shape)
-
-
-def _full_entries(words: Mapping[str, Any], number: int) -> dict[Entries, Entries]:
-    """Returns the entries in a history of each array of one parameter, by those of its name in a file.
-
-    A node that only wraps one value, such as a variable of Flax, has no entry in a name.
-    """
-    division, found = words["divisions"][number], {}
-    for path, (block, before, after, axis) in division["owners"].items():
-        if axis is None:
-            entries, slot = split_path(path), division["blocks"][block][0][0]
-            inner = split_path(words["slots"][slot][0])
-            found[(*entries[:before], *inner, *entries[len(entries) - after :])] = entries
-    return found
+    counts = () if still is None else jax.ShapeDtypeStruct(*still[:2])
+    return state_of(layout, sides["runs"], sides["held"], counts)
 
 
 def _tied(state: TrainableState, words: Mapping[str, Any]) -> Layout:

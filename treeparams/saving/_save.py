@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from .._files.arrays import Like, placed, placed_in_turn
-from .._files.file import PREFIX, Draft, File, Inventory, file_at, stored_as
+from .._files.file import PREFIX, File, Inventory, file_at, stored_as
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_path
 from .._files.values import LONG, from_words, histories_in
+from .._forms.restructure import Restructure
 from .._slots.ties import Alias
-from .._tree.paths import join_path
 from .._tree.structure import is_array, naming_deleted
 from .._tree.text import describe, first_lines, function_name
 from .._tree.types import PyTree
@@ -84,14 +84,13 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
         raise TypeError(f"metadata must be a dictionary of texts, {{str: str}}, got {said!r}")
     if any(name.startswith(PREFIX) for name in said):
         raise ValueError(f"metadata {list(said)}: names that start with {PREFIX!r} are reserved")
-    leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
+    inventory, leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
     with naming_deleted(model):
-        inventory = Inventory({name: stored_as(name, leaf) for name, leaf in leaves.items()})
-        Draft(inventory, words, said).to_disk(path, leaves)
+        inventory.to_disk(path, inventory.header(words, said), leaves)
 
 
-def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arrays of a tree to store, by name, and the words that describe the tree.
+def stored_in(model: PyTree, instead: str) -> tuple[Inventory, dict[str, Any], dict[str, Any]]:
+    """Returns how the arrays of a tree are stored, these by name, and the words that describe the tree.
 
     Args:
         model: the tree.
@@ -102,20 +101,21 @@ def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, An
     lost = list(_lost_arrays(contents))
     if lost:
         raise TypeError(first_lines(lost))
-    paths = contents.structure.paths
+    paths, names = contents.structure.paths, contents.names
     values = {name_of(paths[i]): value for i, value in contents.values.items()}
     with naming_deleted(model):
         contents.store_what_differs()
-    stored, frozen = contents.stored, contents.frozen
+        stored, frozen = contents.stored, contents.frozen
+        inventory = Inventory({name: stored_as(name, contents.leaves[i]) for name, i in stored.items()})
     words = {
-        "ties": contents.ties,
+        "ties": {names[i]: (names[alias.source], str(alias)) for i, alias in contents.aliases.items()},
         "states": contents.states_in_words,
-        "restructures": {path: places_in_words(each) for path, each in contents.ways_back.items()},
+        "restructures": {path: places_in_words(each) for path, each in contents.of_class(Restructure).items()},
         "frozen": [name for name, i in stored.items() if i in frozen],
         "values": values,
         "unkeyed": contents.structure.unkeyed,
     }
-    return {name: contents.leaves[i] for name, i in stored.items()}, words
+    return inventory, {name: contents.leaves[i] for name, i in stored.items()}, words
 
 
 def _check_tree(tree: object, instead: str) -> None:
@@ -252,7 +252,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
 def fitted(contents: Contents, file: File) -> dict[str, int]:
     """Returns the leaves by their names in a file and gives the tree its ties; raises an error if they differ."""
     leaves = leaves_in(contents, file)
-    for path in contents.states:
+    for path in contents.states_in_words:
         name = name_of(f"{path}.still" if path else "still")
         if name in leaves and name not in file.specs:  # saved before there were counts of lost steps
             i = leaves.pop(name)
@@ -260,11 +260,9 @@ def fitted(contents: Contents, file: File) -> dict[str, int]:
     wrong = unlike(contents, leaves, file)
     if wrong:
         raise ValueError(f"{file.source.name} does not fit the tree:\n{first_lines(wrong, 20)}")
-    known = contents.aliases
-    contents.aliases = {}
-    for alias, (source, transforms) in file.words["ties"].items():
-        its = known[leaves[alias]].transforms if transforms else ()
-        contents.aliases[leaves[alias]] = Alias(leaves[alias], leaves[source], its)
+    known, ties = contents.aliases, file.words["ties"].items()
+    its = [(leaves[alias], leaves[source], transforms) for alias, (source, transforms) in ties]
+    contents.aliases = {i: Alias(i, source, known[i].transforms if transforms else ()) for i, source, transforms in its}
     return leaves
 
 
@@ -285,15 +283,12 @@ def restored(contents: Contents, leaves: Mapping[str, int], file: File, arrays: 
 def leaves_in(contents: Contents, file: File) -> dict[str, int]:
     """Returns the leaves by their names in the file, in which the histories of a state may have another order."""
     leaves = {contents.names.get(i) or name_of(path): i for i, path in enumerate(contents.structure.paths)}
-    if "unkeyed" not in file.words:  # saved before states of Equinox had names
-        numbered = contents.structure.numbered
-        leaves = {join_path(numbered[i]) if i in numbered else name: i for name, i in leaves.items()}
     for path, words in contents.states_in_words.items():
         start, here = f"{path}." if path else "", histories_in(words)
         there = {each.key: each for each in histories_in(file.words["states"].get(path, words))}
         pairs = [(ours, there.get(ours.key, ours)) for ours in here]
         moves = {start + ours.path: start + theirs.path for ours, theirs in pairs}
-        moves |= {start + ours.count_path: start + theirs.count_path for ours, theirs in pairs}
+        moves |= {f"{start}counts.{ours.number}": f"{start}counts.{theirs.number}" for ours, theirs in pairs}
         of_name = {name: next((ours for ours in moves if is_below(name, ours)), "") for name in leaves}
         leaves = {moves.get(ours, "") + name[len(ours) :]: leaves[name] for name, ours in of_name.items()}
     return leaves

@@ -11,9 +11,10 @@ keys, or because ties have changed; so this file looks parameters up. Groups may
 group that keeps arrays of parameters is the one in which these parameters were.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -27,17 +28,15 @@ from jax.core import Tracer
 from .._average import Ema
 from .._files.arrays import Like, as_in_jax, placed, placed_in_turn
 from .._files.names import Names, head_of, is_below, name_of, split_name
-from .._files.values import histories_in, specs_in
+from .._files.values import Recorded, histories_in, specs_in
 from .._forms.states import Copies, Division, Entries, Owners, Piece, Place, entries_of, joined
 from .._slots.layout import index_of, trained_at
 from .._slots.parts import kept_arrays, with_kept_arrays
-from .._tree.paths import join_path, split_path, unquote
-from .._tree.structure import Spec
+from .._tree.paths import join_path, unquote
 from .._tree.text import describe, first_few
 from .._tree.types import Array, in_dtype, is_inexact
 from ..optim._state import History, TrainableState, in_own_buffers, nodes_of, state_of
-from ._contents import division_in, state_in_words
-from ._fit import check_given
+from ._contents import recorded_in, state_in_words
 from ._movers import Movers
 from ._names import names_of
 from ._resume import like_history
@@ -55,8 +54,7 @@ def carried_state(movers: Movers, source: Any, like: TrainableState) -> Trainabl
     if not like.runs:
         return like
     moving = _Moving(movers, source, History(like.layout, like.runs[0], like.roles.divisions[0]))
-    homes = dict.fromkeys([*moving.histories, None])
-    pairs = [(home, made) for home in homes if (made := moving.history(home)) is not None]
+    pairs = [(home, made) for home in (*moving.histories, None) if (made := moving.history(home)) is not None]
     moving.check_lost()
     running = sorted([made for home, made in pairs if not (home and home.waits)], key=lambda made: -int(made.count))
     held = [made for home, made in pairs if home and home.waits]
@@ -69,54 +67,48 @@ def carried_state(movers: Movers, source: Any, like: TrainableState) -> Trainabl
 
 
 class _Before:
-    """A history of the old state: its place in the state, its parameters, arrays and steps.
+    """A history of the old state: its parameters, its arrays or what a function reads them by, and its steps.
 
-    In place of arrays it may have their names, for which a function gets them.
+    Attributes:
+        at: where each parameter has an array; see `_arrays_of`.
     """
 
-    def __init__(
-        self, at: Entries, paths: Iterable[str], copies: Copies, count: Any, get: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, said: Recorded, copies: Copies, count: Any, get: Callable[[Any], Any]) -> None:
         copies.check()
-        self.paths, self.copies, self.waits, self._at, self._get = tuple(paths), copies, at[0] == "held", at, get
+        self.paths, self.copies, self.waits = tuple(said.parameters), copies, said.side == "held"
+        self.at, self._node, self._get = _arrays_of(copies, self.paths), said.path, get
         self.count = int(_with_values(count, "the state", "counts"))
-        self.members = _members_in(copies, self.paths)
-        self._groups = {(_unlabelled(group), path): group for group, its in self.members.items() for path in its}
-        self._pieces = {(_unlabelled(at), after, path): its for ((at, after), path), its in copies.at.items()}
 
-    def shared_at(self, entries: Entries, path: str) -> Entries:
-        """Returns the path of a shared array, where a parameter's group has it; a `KeyError` if it is in none."""
-        group = _group_of(entries)
-        return (*self._groups[_unlabelled(group), path], *entries[len(group) :])
+    def name(self, entries: Entries) -> str:
+        """Returns the name of an array."""
+        return join_path((self._node, *entries))
+
+    def read(self, entries: Entries) -> Any:
+        """Returns an array."""
+        name = self.name(entries)
+        return as_in_jax(name, _with_values(self._get(self.copies.arrays[entries]), "the state", name))
 
     def piece(self, place: Place, path: str) -> Piece:
         """Returns the piece of a parameter at a place, whatever its group is called; a `KeyError` if there is none."""
-        entries, owners, number = self._pieces[_unlabelled(place[0]), place[1], path]
-        return Piece(self._read(entries, self.copies.arrays[entries]), owners, number)
+        entries, owners, number = self.at[_unlabelled(place[0]), place[1], path]
+        return Piece(self.read(entries), owners, number)
 
-    def shared(self, entries: Entries) -> Any:
-        """Returns a shared array; a `KeyError` if there is none."""
-        return self._read(entries, self.copies.shared(entries))
 
-    def _read(self, entries: Entries, array: Any) -> Any:
-        name = join_path((*self._at, *entries))
-        return as_in_jax(name, _with_values(self._get(array), "the state", name))
+_At = tuple[Entries, Entries | None, str]
 
-    def lost(self, goes: Mapping[str, str], fresh: Copies) -> list[str]:
-        """Returns the names of the arrays for which a fresh state has no place.
 
-        `goes`: the new parameter that each old one goes to. What others have is not lost.
-        """
-        places = {(_unlabelled(at), after, path) for (at, after), path in fresh.at}
-        shared = set(map(_unlabelled, fresh.common))
-        lost = [
-            entries
-            for (*place, path), (entries, *_) in self._pieces.items()
-            if path in goes and (*place, goes[path]) not in places
-        ]
-        used = {group for group, its in self.members.items() if not its.isdisjoint(goes)}
-        lost += [its for its in self.copies.common if _group_of(its) in used and _unlabelled(its) not in shared]
-        return [join_path((*self._at, *entries)) for entries in lost]
+def _arrays_of(copies: Copies, paths: Iterable[str]) -> dict[_At, tuple[Entries, Owners | None, int]]:
+    """Returns where each parameter has an array, by its place in a group of any name, and the path of the parameter.
+
+    A shared array belongs to each parameter of its group, and has no entries after those of a parameter.
+    """
+    members = collections.defaultdict[Entries, dict[str, None]](dict, {(): dict.fromkeys(paths)})
+    for place, path in copies.at:
+        members[_group_of(place[0])][path] = None
+    found: dict[_At, tuple[Entries, Owners | None, int]]
+    found = {(_unlabelled(at), after, path): its for ((at, after), path), its in copies.at.items()}
+    pairs = [(entries, path) for entries in copies.common for path in members[_group_of(entries)]]
+    return found | {(_unlabelled(entries), None, path): (entries, None, 0) for entries, path in pairs}
 
 
 def _group_of(entries: Entries) -> Entries:
@@ -127,66 +119,43 @@ def _group_of(entries: Entries) -> Entries:
 
 def _unlabelled(entries: Entries) -> Entries:
     """Returns the entries of a path with a star for each label of a group."""
-    if "inner_states" not in entries:
-        return entries
     return tuple(["*" if i and entries[i - 1] == "inner_states" else entry for i, entry in enumerate(entries)])
-
-
-def _members_in(copies: Copies, paths: Iterable[str]) -> dict[Entries, set[str]]:
-    """Returns the parameters in each group that keeps arrays of parameters; outside of groups, all of these."""
-    found = dict[Entries, set[str]]({(): set(paths)})
-    for place, path in copies.at:
-        found.setdefault(_group_of(place[0]), set()).add(path)
-    return found
 
 
 def _histories(movers: Movers, source: Any, fresh: Copies) -> tuple[list[_Before], Names]:
     """Returns the histories of a state, and by the names of the plan's source each parameter's path and history."""
-    is_state = isinstance(source, TrainableState)
-    names = (
-        Names({}, {}.__getitem__, states={"": state_in_words(source, is_divided=False)})
-        if is_state
-        else names_of(source)
-    )
-    histories, aliases, specs = list[_Before](), dict[str, str](), movers.source.specs
-    if "" in names.states:
-        words, get = names.states[""], functools.cache(names.__getitem__)
-        aliases, specs = {alias: path for path, also, *_ in words["slots"] for alias in also}, specs_in(words)
-        for number, said in enumerate(histories_in(words)):
-            at = split_path(said.path)
-            if is_state:
-                arrays: Any = entries_of((*source.runs, *source.held)[number])
-                copies = Copies(arrays, source.roles.divisions[number])
-                histories.append(_Before(at, said.parameters, copies, source.counts[number], lambda array: array))
-            else:
-                arrays = _names_below(names, at)
-                copies = Copies(arrays, division_in(words, number, arrays))
-                histories.append(_Before(at, said.parameters, copies, names[f"counts.{number}"], get))
-    elif "counts.0" in names.specs:
-        histories = _restored(specs, names, fresh)
+    planned = movers.fit.source
+    if isinstance(source, TrainableState):
+        words, get = state_in_words(source, is_divided=False), lambda array: array
+        copies = map(Copies, map(entries_of, (*source.runs, *source.held)), source.roles.divisions)
+        each = zip(histories_in(words), copies, source.counts, strict=True)
     else:
+        names = names_of(source)
+        words, get = names.states.get(""), functools.cache(names.__getitem__)
+        found = recorded_in(words, {name: name for name in names.specs}) if words else _restored(planned, names, fresh)
+        each = ((said, copies, get(f"counts.{said.number}")) for said, copies in found)
+    histories = [_Before(*its, get) for its in each]
+    aliases, specs = dict[str, str](), planned.specs
+    if words:
+        aliases, specs = {alias: path for path, also, *_ in words["slots"] for alias in also}, specs_in(words)
+    at = {name_of(path): (path, history) for history in histories for path in history.paths}
+    aliases = {name_of(alias): name_of(path) for alias, path in aliases.items() if name_of(path) in at}
+    own = {name: specs[path] for name, (path, _) in at.items()}
+    own |= {alias: own[name] for alias, name in aliases.items()}
+    given = Names(own, lambda name: at[aliases.get(name, name)], aliases).tied_as(planned)
+    movers.fit.check_given(given, planned.specs.keys() & given.specs, are_wide=True)
+    return histories, given
+
+
+def _restored(planned: Names, names: Names, fresh: Copies) -> Iterator[tuple[Recorded, Copies]]:
+    """Yields the histories of a state without its class, as Orbax restores one, by the paths of its arrays."""
+    if "counts.0" not in names.specs:
         raise ValueError(
             "expected a state of optim.trainable, or the names of one, such as saving.names(path, 'optimiser'); got "
             f"{f'names such as {first_few(list(names)[:3])}' if names else 'no arrays'}. Of a state of plain Optax, "
             "optim.from_optax(tx, state, old_model) makes one"
         )
-    at = {name_of(path): (path, history) for history in histories for path in history.paths}
-    aliases = {name_of(alias): name_of(path) for alias, path in aliases.items() if name_of(path) in at}
-    own = {name: specs[path] for name, (path, _) in at.items()}
-    own |= {alias: own[name] for alias, name in aliases.items()}
-    given = Names(own, lambda name: at[aliases.get(name, name)], aliases).tied_as(movers.source)
-    check_given(given, movers.source, movers.source.specs.keys() & given.specs, movers.strict, are_wide=True)
-    return histories, given
-
-
-def _names_below(names: Names, at: Entries) -> dict[Entries, str]:
-    """Returns the names below a node by the rest of their entries."""
-    return {split_name(name)[len(at) :]: name for name in names.specs if is_below(name, join_path(at))}
-
-
-def _restored(specs: Mapping[str, Spec], names: Names, fresh: Copies) -> list[_Before]:
-    """Returns the histories of a state without its class, as Orbax restores one, by the paths of its arrays."""
-    known = {split_name(name): (name, spec.shape) for name, spec in specs.items() if spec.parameter}
+    known = {split_name(name): (name, spec.shape) for name, spec in planned.specs.items() if spec.parameter}
     places = dict.fromkeys(own.place for _, own in fresh.owned() if own is not None)
     are_joined = any(own is not None and own.axis is not None for _, own in fresh.owned())
 
@@ -199,22 +168,22 @@ def _restored(specs: Mapping[str, Spec], names: Names, fresh: Copies) -> list[_B
         return None
 
     heads = {split_name(name)[:2] for name in names.specs if head_of(name) in ("runs", "held")}
-    counts = [names[name] for i in range(len(names.specs)) if (name := f"counts.{i}") in names.specs]
-    found, get = list[_Before](), functools.cache(names.__getitem__)
-    for at, count in zip(sorted(heads, key=lambda at: (at[0] == "held", int(at[1]))), counts, strict=False):
-        arrays = _names_below(names, at)
+    count, number = sum(head_of(name) == "counts" for name in names.specs), 0
+    for side, i in sorted(heads, key=lambda at: (at[0] == "held", int(at[1]))):
+        node = join_path((side, i))
+        arrays = {split_name(name)[2:]: name for name in names.specs if is_below(name, node)}
         division = Division(tuple(map(owners_of, arrays)))
         paths = dict.fromkeys(path for own in division.owners if own is not None for path in own.paths)
-        if not paths and len(counts) == 1:
+        if not paths and count == 1:
             paths = dict.fromkeys(name for name, _ in known.values())
-        if paths:
-            found.append(_Before(at, paths, Copies(arrays, division), count, get))
-    if len(found) < len(counts) or are_joined:
+        if paths and not are_joined:
+            yield Recorded(side, number, node, list(paths)), Copies(arrays, division)
+            number += 1
+    if number < count:
         raise ValueError(
             "nothing tells which parameters the arrays of the state are of, since they are joined, or since there are "
             "none; restore it into the shapes of a state, jax.eval_shape(lambda: state)"
         )
-    return found
 
 
 def _with_values(array: Any, whose: str, name: str) -> Any:
@@ -243,7 +212,7 @@ class _Moving:
         self.histories, self._of = _histories(movers, source, fresh.copies)
         self.reads = {path: self._reads(path) for path in fresh.layout.paths}
         self.homes = {path: its[0][1] if its else None for path, its in self.reads.items()}
-        self._members = _members_in(self.copies, fresh.layout.paths)
+        self._at = _arrays_of(self.copies, fresh.layout.paths)
         # Each row of a stack asks for the whole stack, one after another.
         self._alone = functools.lru_cache(maxsize=4)(self._alone_at)
         if nodes_of(optax.ScaleByLBFGSState, fresh.state) and self.histories:
@@ -290,12 +259,12 @@ class _Moving:
             layout = trained_at(made.layout, [index.structure.index[path] for path in paths])
             made = like_history(made, layout, part)
         arrays = joined(part, self._piece if home else self._begun, functools.partial(self._shared, home))
-        made = made.holding(dict(zip(part.arrays, self._as_fresh(part, arrays), strict=True)))
+        made = made.holding(self._as_fresh(part, arrays))
         return dataclasses.replace(made, count=jnp.asarray(home.count if home else 0, jnp.int32))
 
-    def _as_fresh(self, part: Copies, arrays: Sequence[Array]) -> list[Array]:
+    def _as_fresh(self, part: Copies, arrays: Sequence[Array]) -> dict[Entries, Array]:
         """Casts arrays to the dtypes of the fresh ones, and places those alike that have the same shape."""
-        coming = list[Like]()
+        coming = dict[Entries, Like]()
         for (at, want), array in zip(part.arrays.items(), arrays, strict=True):
             name, like = join_path(at), self.copies.arrays[at]
             if array.shape != want.shape:
@@ -303,9 +272,8 @@ class _Moving:
                     f"the state has {describe(array)} at {name!r}, but the fresh one has {describe(like)}: it was made "
                     "by another transformation"
                 )
-            coming.append((name, in_dtype(array, like.dtype), like if want.shape == like.shape else want))
-        made = dict(placed_in_turn(enumerate(coming)))
-        return [made[number] for number in range(len(coming))]
+            coming[at] = name, in_dtype(array, like.dtype), like if want.shape == like.shape else want
+        return dict(placed_in_turn(coming.items()))
 
     # -- Of each parameter
 
@@ -321,10 +289,8 @@ class _Moving:
             ((old, history),) = self.reads[path]
             return history.piece(place, old)
         arrays, route = [self._alone(place, name) for name in places.reads], self.movers.comes[path].route
-        shapes, shape = (
-            [self.movers.source.specs[name].shape for name in places.reads],
-            self.copies.piece(place, path).shape,
-        )
+        shapes = [self.movers.fit.source.specs[name].shape for name in places.reads]
+        shape = self.copies.piece(place, path).shape
         are_like = [array.shape for array in arrays] == shapes and all(is_inexact(array.dtype) for array in arrays)
         if are_like and shape == self.fresh.layout[path].shape:
             array = places.filled(arrays)
@@ -353,18 +319,16 @@ class _Moving:
         # New parameters begin with the rates that were set, as after optim.set_trainable.
         are_all = home is None and "hyperparams" in entries
         home = next(iter(self.histories), None) if are_all else home
-        members = self._members.get(_group_of(entries), ())
-        reads = [
-            each for path, its in self.reads.items() if path in members for each in its if are_all or each[1] is home
-        ]
-        found = {history.shared_at(entries, old): history for old, history in reads}
+        members = [path for (_, after, path), (its, *_) in self._at.items() if after is None and its == entries]
+        reads = [each for path in members for each in self.reads[path] if are_all or each[1] is home]
+        found = {history.at[_unlabelled(entries), None, old][0]: history for old, history in reads}
         if home and not found:  # a group without parameters in this history is known by its label
             found = {entries: home} if entries in home.copies.common else {}
             if not (found or members):
                 self._check_label(home, entries)
         if not found:
             return _with_values(self.copies.arrays[entries], "like", join_path(entries))
-        arrays = [history.shared(its) for its, history in found.items()]
+        arrays = [history.read(its) for its, history in found.items()]
         if not all(np.array_equal(arrays[0], other, equal_nan=True) for other in arrays[1:]):
             raise ValueError(
                 f"the state has {first_few([join_path(its) for its in found])}, which differ, but parameters of these "
@@ -374,8 +338,8 @@ class _Moving:
 
     def _check_label(self, home: _Before, entries: Entries) -> None:
         """Rejects a new label where another group was that keeps nothing of its parameters either."""
-        others = [its for its in home.copies.common - self.copies.common if _unlabelled(its) == _unlabelled(entries)]
-        labels = [_group_of(its)[-1] for its in others if _group_of(its) not in home.members]
+        others = home.copies.common - self.copies.common - {its for its, *_ in home.at.values()}
+        labels = [_group_of(its)[-1] for its in others if _unlabelled(its) == _unlabelled(entries)]
         if labels:
             raise ValueError(
                 f"the group {_group_of(entries)[-1]!r} keeps no array of a parameter, so nothing tells whether it was "
@@ -385,10 +349,15 @@ class _Moving:
     def check_lost(self) -> None:
         """Rejects arrays, of used parameters or of all in their group, for which the fresh state has no place."""
         after = {old: path for path, its in self.reads.items() for old, _ in its}
-        lost = [name for each in self.histories for name in each.lost(after, self.copies)]
+        lost = {
+            each.name(entries): None
+            for each in self.histories
+            for (*place, path), (entries, *_) in each.at.items()
+            if path in after and (*place, after[path]) not in self._at
+        }
         if lost:
             raise ValueError(
-                f"the state has {first_few(lost)}, for which the fresh one has no place: it was made by another "
+                f"the state has {first_few(list(lost))}, for which the fresh one has no place: it was made by another "
                 "transformation, or a parameter is now in another group, or of another shape"
             )
 
@@ -401,8 +370,7 @@ def _part_of(copies: Copies, paths: Set[str]) -> Copies:
     """Returns the arrays of some parameters, and the shared ones, as shapes; a joined array is shorter."""
     arrays, found = dict[Entries, Any](), list[Owners | None]()
     for entries, own in copies.owned():
-        array = copies.arrays[entries]
-        shape = array.shape
+        shape, dtype = copies.arrays[entries].shape, copies.arrays[entries].dtype
         if own is not None:
             kept = [number for number, path in enumerate(own.paths) if path in paths]
             if not kept:
@@ -412,7 +380,7 @@ def _part_of(copies: Copies, paths: Set[str]) -> Copies:
                 own = Owners.of(names, own.place, axis, shapes, own.block.has_rows)
                 shape = (*shape[:axis], own.block.starts[-1], *shape[axis + 1 :])
         found.append(own)
-        arrays[entries] = jax.ShapeDtypeStruct(shape, array.dtype)
+        arrays[entries] = jax.ShapeDtypeStruct(shape, dtype)
     return Copies(arrays, Division(tuple(found)))
 
 
@@ -431,16 +399,15 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
     shadows, treedef = jtu.tree_flatten(like.shadow)
     trained, kept = dict(zip(like.rest.layout.paths, shadows, strict=True)), kept_arrays(like.rest)
     movers.check_like([*trained.items(), *kept.items()], "tp.Ema(model, ...)")
+
     # The trained parameters are a canonical tree, and all other arrays are in `rest`, by path. Which of the two a name
     # is in may have changed since: a parameter that trained may be frozen now.
-    at: dict[str, str] = {}
-    for name in source.specs:
+    def path_of(name: str) -> str | None:
         head, *entries = split_name(name)
-        if head in ("shadow", "rest"):
-            at[join_path(entries) if head == "shadow" else unquote(entries[0])] = name
-    of_model = Names({name: source.specs[its] for name, its in at.items()}, lambda name: source[at[name]])
-    given = of_model.tied_as(movers.source)
-    check_given(given, movers.source, movers.used, movers.strict, are_wide=True)
+        return join_path(entries) if head == "shadow" else unquote(entries[0]) if head == "rest" else None
+
+    given = source.under(path_of).tied_as(movers.fit.source)
+    movers.fit.check_given(given, movers.used, are_wide=True)
 
     def moved(path: str, like: Array) -> Array:
         if path not in movers.comes:

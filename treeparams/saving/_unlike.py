@@ -1,17 +1,18 @@
 """Describes how a tree differs from a file: its arrays, ties, histories, and the parameters in joined arrays."""
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
-import jax
 import numpy as np
 
 from .._files.arrays import array_spec
 from .._files.file import File
 from .._files.names import head_of, heads_of, split_name
 from .._files.values import from_words
+from .._forms.restructure import Restructure
 from .._tree.paths import join_path, nearest
 from .._tree.text import describe, first_few, quoted
 from ._contents import Contents, places_in_words
@@ -47,13 +48,12 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         )
         return
     for name in [name for name in here if name not in there]:
-        hint = _ARRAYS_ALONE if here[name] in contents.values else ""
+        hint = _ARRAYS_ALONE * (here[name] in contents.values)
         yield f"{name!r} is in the tree and not in the {noun}{nearest(name, there)}{hint}"
     rest = [name for name in there if name not in leaves]
-    others = dict.fromkeys(map(head_of, rest)).keys() - set(map(head_of, leaves)) if rest else set[str]()
+    others = set(map(head_of, rest)) - set(map(head_of, leaves if rest else ()))
     for name in [name for name in rest if head_of(name) not in others]:
-        hint = _ARRAYS_ALONE if name in said else ""
-        yield f"{name!r} is in the {noun} and not in the tree{nearest(name, here)}{hint}"
+        yield f"{name!r} is in the {noun} and not in the tree{nearest(name, here)}{_ARRAYS_ALONE * (name in said)}"
     part = "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
     hint = f"; to load a part of a file, such as 'model', write {part}" if noun == "file" else ""
     for other in sorted(others):
@@ -62,7 +62,7 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         i, spec = leaves[name], file.specs.get(name)
         is_same = spec is not None and spec == contents.structure.specs[i]
         if not is_same or isinstance(contents.leaves[i], np.ndarray):
-            yield from filter(None, [_unlike_leaf(contents, i, name, file)])
+            yield from _unlike_leaf(contents, i, name, file)
 
 
 def unlike_nodes(
@@ -76,18 +76,16 @@ def unlike_nodes(
         pairs: each name, and where it goes.
         noun: the word for where the names come from.
     """
-    here, sentences, known = contents.structure.unkeyed, dict[str, str](), dict[tuple[str, str], str]()
+    here, sentences = contents.structure.unkeyed, dict[str, str]()
     if marks is None or not (marks or here):
         return {}
+    unlike = functools.cache(lambda *at: _unlike_node(contents, marks.get(at[0]), here.get(at[1]), at, noun))
     for name, target in pairs:
         source, goal = split_name(name), split_name(target)
         while source and goal and source[-1] == goal[-1]:
             source, goal = source[:-1], goal[:-1]
-            at = join_path(source), join_path(goal)
-            if at not in known:
-                known[at] = _unlike_node(contents, marks.get(at[0]), here.get(at[1]), at, noun)
-            if known[at]:
-                sentences[name] = known[at]
+            if why := unlike(join_path(source), join_path(goal)):
+                sentences[name] = why
     return sentences
 
 
@@ -108,59 +106,49 @@ def _unlike_node(contents: Contents, there: Any, here: Any, at: tuple[str, str],
     )
 
 
-def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | None:
-    """Describes how a leaf of the tree differs from the file's entry of the same name; `None` if it does not."""
-    leaf, said = contents.leaves[i], file.words["values"].get(name)
+def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> Iterator[str]:
+    """Yields how a leaf of the tree differs from the file's entry of the same name, if it does."""
+    leaf, spec, said = contents.leaves[i], contents.structure.specs[i], file.words["values"].get(name)
     stored, transforms = file.words["ties"].get(name, (name, ""))
-    ours, theirs = str(contents.structure.values[i]), describe(file.specs[stored]) if said is None else said[0]
-    is_same, hint = False, ""
+    ours, is_same, hint = describe(spec) if spec else str(contents.structure.values[i]), False, ""
+    if said is None:
+        theirs = describe(file.specs[stored])
+        is_same = spec is not None and (bool(transforms) or spec == file.specs[stored])
+        if is_same and not transforms and isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored):
+            is_same, ours, theirs = False, f"{leaf.dtype} of NumPy", str(file.dtype(stored))
+    else:
+        theirs = said[0]
+        if i in contents.abstract:  # as `eqx.filter_eval_shape` has a scalar of NumPy
+            value, hint = from_words(said), "; eqx.filter_eval_shape keeps Python's numbers"
+            is_same = isinstance(value, (np.number, np.bool_)) and array_spec(value) == spec
     if i in contents.values:
         is_same, ours, hint = said is not None, contents.values[i][0], "; write jnp.asarray(...) in the tree"
-    elif i in contents.names and said is not None:
-        is_same, ours = _is_scalar_of_numpy(leaf, said), describe(contents.structure.spec(i))
-        hint = "; eqx.filter_eval_shape keeps Python's numbers" if i in contents.abstract else ""
-    elif i in contents.names:
-        spec = contents.structure.spec(i)
-        is_same, ours = bool(transforms) or spec == file.specs[stored], describe(spec)
-        if is_same and not transforms and isinstance(leaf, np.ndarray):
-            there = file.dtype(stored)
-            is_same, ours, theirs = leaf.dtype == there, f"{leaf.dtype} of NumPy", str(there)
-    return None if is_same else f"{name!r} is {ours} in the tree, {theirs} in the {file.noun}{hint}"
-
-
-def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
-    """Returns whether a leaf represents this NumPy scalar without its value, as in `eqx.filter_eval_shape`."""
-    value = from_words(said)
-    if not isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(value, (np.number, np.bool_)):
-        return False
-    return array_spec(leaf) == array_spec(value)
+    if not is_same:
+        yield f"{name!r} is {ours} in the tree, {theirs} in the {file.noun}{hint}"
 
 
 def _unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Yields a sentence for each tie of trained parameters that only the tree or only the file has."""
-    aliases, first = contents.aliases, contents.structure.first
-    if not file.words["ties"] and not [i for i in contents.names if first[i] != i]:
-        return
-    apart = contents.in_states | contents.frozen
-    names = {i: name for name, i in leaves.items() if contents.structure.is_parameter(i) and i not in apart}
+    structure, aliases, apart = contents.structure, contents.aliases, contents.in_states | contents.frozen
+    is_tied = lambda i: structure.is_parameter(i) and i not in apart
+    root = lambda i: aliases[i].source if i in aliases else i
     for alias, (source, transforms) in file.words["ties"].items():
         here, there = leaves.get(alias), leaves.get(source)
         if here is None or there is None:
             continue
-        own = aliases.get(here)
-        if transforms and (own is None or (own.source, str(own)) != (there, transforms)):
+        if transforms and (root(here), str(aliases.get(here))) != (there, transforms):
             yield (
                 f"{alias!r} is {transforms} of {source!r} in the {file.noun}, but the tree declares no such tie: "
                 f"declare it, tp.field(tied_to=..., transform={transforms})"
             )
-        pair = {here, there}
-        is_apart = len({aliases[i].source if i in aliases else i for i in pair}) > 1
-        if not transforms and pair <= names.keys() and is_apart and not pair & contents.abstract:
+        are_apart = root(here) != root(there) and contents.abstract.isdisjoint((here, there))
+        if not transforms and are_apart and is_tied(here) and is_tied(there):
             call = f"tp.tie(model, {alias!r}, to={source!r})"
             yield f"{alias!r} and {source!r} are one array in the {file.noun} only: {call}"
+    names = {i: name for name, i in leaves.items()}
     for i, name in names.items():
-        same = names.get(first[i], name)
-        if same != name and {same, name} <= file.specs.keys():
+        same = names.get(structure.first[i], name)
+        if same != name and is_tied(i) and {same, name} <= file.specs.keys():
             yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
 
 
@@ -181,13 +169,11 @@ def _unlike_joined(contents: Contents, file: File) -> Iterator[str]:
 
     Their lengths may still be equal.
     """
-    pairs = list[tuple[str, Mapping[Any, Any], Mapping[Any, Any]]]()
-    for path, restructure in contents.ways_back.items():
-        here, there = places_in_words(restructure), file.words["restructures"].get(path)
-        pairs.append((f"the form that {path!r} opens", here, here if there is None else there))
+    said = file.words["restructures"], file.words["states"]
+    places = {path: places_in_words(each) for path, each in contents.of_class(Restructure).items()}
+    pairs = [(f"the form that {path!r} opens", here, said[0].get(path, here)) for path, here in places.items()]
     for path, words in contents.states_in_words.items():
-        here, there = _pieces_in(words), _pieces_in(file.words["states"].get(path, words))
-        pairs.append((f"the state at {path!r}", here, there))
+        pairs.append((f"the state at {path!r}", _pieces_in(words), _pieces_in(said[1].get(path, words))))
     for where, here, there in pairs:
         held = [dict.fromkeys(name.partition(" at ")[0] for name in each) for each in (here, there)]
         if held[0].keys() != held[1].keys():
@@ -199,13 +185,10 @@ def _unlike_joined(contents: Contents, file: File) -> Iterator[str]:
             continue
         name = next((name for name in (*here, *there) if here.get(name) != there.get(name)), None)
         if name is not None:
-            ours, theirs = (_located(each.get(name)) for each in (here, there))
+            ours, theirs = (
+                f"{its[0]} of shape {tuple(its[1])}" if its else "nothing" for its in (here.get(name), there.get(name))
+            )
             yield f"in {where}, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
-
-
-def _located(said: Any) -> str:
-    """Returns where a parameter is in joined arrays."""
-    return "nothing" if said is None else f"{said[0]} of shape {tuple(said[1])}"
 
 
 def _pieces_in(words: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
