@@ -26,11 +26,11 @@ from .._tree.types import Array
 from .arrays import in_jax, in_numpy
 from .source import PIECE, FilePath, OnDisk, Source, as_path, crc32, damaged, replacing
 
-PREFIX = "treeparams."
+_RESERVED = "treeparams."
 """Names in the metadata of a file that begin with this are reserved for this library."""
 
 _VERSION = 1
-_CHECKSUM, _CHECKSUMS, _WORDS = f"{PREFIX}checksum", f"{PREFIX}checksums", f"{PREFIX}header"
+_CHECKSUM, _CHECKSUMS, _WORDS = f"{_RESERVED}checksum", f"{_RESERVED}checksums", f"{_RESERVED}header"
 # The first two entries of the metadata are the checksum of the header and those of the arrays, always at these offsets.
 _BLANK = "0" * 8
 _METADATA = '{"__metadata__":'
@@ -268,7 +268,7 @@ class File:
                 _refuse_other(source)
             raise
         self._first = _PREFIX + len(text)
-        self.metadata = {name: said for name, said in metadata.items() if not name.startswith(PREFIX)}
+        self.metadata = {name: said for name, said in metadata.items() if not name.startswith(_RESERVED)}
         self.is_ours, self.is_change = len(self.metadata) < len(metadata), False
         self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}, "values": {}, "message": None}
         self._sums = dict[str, int]()  # the checksums of all arrays
@@ -426,6 +426,8 @@ class Inventory:
 
     def header(self, words: Mapping[str, Any], metadata: Mapping[str, str]) -> bytearray:
         """Returns the header of a file with these words about the arrays; it has blanks in place of checksums."""
+        if any(name.startswith(_RESERVED) for name in metadata):
+            raise ValueError(f"metadata {list(metadata)}: names that start with {_RESERVED!r} are reserved")
         said = json.dumps({"version": _VERSION, **words, "marks": self._marks}, ensure_ascii=False)
         metadata = {_CHECKSUM: _BLANK, _CHECKSUMS: _BLANK * len(self.kinds), _WORDS: said, **metadata}
         try:

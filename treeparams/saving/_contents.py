@@ -202,7 +202,7 @@ def recorded_in(words: Any, arrays: Mapping[str, Any], start: str = "") -> Itera
         for path, (block, before, after, axis) in division["owners"].items():
             entries, (slots, _, has_rows) = split_path(path), division["blocks"][block]
             place, its = (entries[:before], entries[len(entries) - after :]), [words["slots"][slot] for slot in slots]
-            paths, shapes = [path for path, *_ in its], [tuple(shape) for _, _, shape, _ in its]
+            paths, shapes = [own for own, *_ in its], [tuple(shape) for _, _, shape, _ in its]
             # A node that only wraps one value, such as a variable of Flax, has no entry in a name.
             own = entries[before : len(entries) - after] if axis is not None else split_path(paths[0])
             owned[(*place[0], *own, *place[1])] = entries, Owners.of(paths, place, axis, shapes, has_rows)

@@ -187,18 +187,15 @@ class Fit:
         planned = self.source
         for name in used:
             want, got = planned.specs[name], given.specs.get(name)
-            if got is None:
-                heads = heads_of(used, given.specs)
-                hint = nearest(name, [other for other in given.specs if other not in planned.specs])
-                if heads:
-                    hint = f"; there are such names below {quoted(heads)}: saving.names(arrays, {heads[-1]!r})"
-                raise ValueError(
-                    f"expected {describe(want)} at {name!r}, from which the plan was made, got nothing{hint}"
-                )
-            if got != want and not (are_wide and got.shape == want.shape and got.parameter and want.parameter):
-                raise ValueError(
-                    f"expected {describe(want)} at {name!r}, from which the plan was made, got {describe(got)}"
-                )
+            is_wide = are_wide and got is not None and got.shape == want.shape and got.parameter and want.parameter
+            if got == want or is_wide:
+                continue
+            heads = [] if got else heads_of(used, given.specs)
+            hint = "" if got else nearest(name, [other for other in given.specs if other not in planned.specs])
+            if heads:
+                hint = f"; there are such names below {quoted(heads)}: saving.names(arrays, {heads[-1]!r})"
+            what = f"expected {describe(want)} at {name!r}, from which the plan was made"
+            raise ValueError(f"{what}, got {describe(got) if got else 'nothing'}{hint}")
         known = {*planned.specs, *planned.computed}
         known = {given.aliases.get(name, name) for name in given.specs if name in known}
         unknown = [name for name in given if name not in known]

@@ -100,8 +100,9 @@ def dumps(
             differ = [name for name in inventory.kinds | its.kinds if inventory.kinds.get(name) != its.kinds.get(name)]
             differ += [what for what in ("ties", "frozen", "layout") if words.get(what) != theirs.get(what)]
             if differ:
-                at = first_few(sorted(differ))
-                raise ValueError(f"since=(version, before): `before` and the model differ at {at}")
+                raise ValueError(
+                    f"since=(version, before): `before` and the model differ at {first_few(sorted(differ))}"
+                )
         rows = {name: _rows_of(old[name], part, inventory.kinds[name].itemsize) for name, part in parts.items()}
         checksum = _checksum_of(inventory.kinds, old)
     changed = {name: each for name, each in rows.items() if each is not None}
@@ -262,11 +263,9 @@ class _Message(File):
         since = self.since or {}
         with self.understood():
             changed, said = frozenset(since["changed"]), since["checksum"]
-        lacking = [name for name in self._parts if name not in have]
-        if lacking:
-            raise ValueError(
-                f"the message changes {first_few(lacking)}, which you do not have{nearest(lacking[0], have)}"
-            )
+        lost = [name for name in self._parts if name not in have]
+        if lost:
+            raise ValueError(f"the message changes {first_few(lost)}, which you do not have{nearest(lost[0], have)}")
         if _checksum_of(kinds, {name: have[name] for name in self._parts}) != said:
             # It comes from another sender, or from one that was restarted and counts from the same number.
             raise ValueError(f"the message is a change of other numbers than you have, or of other dtypes; {_ALL}")

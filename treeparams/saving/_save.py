@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .._files.arrays import Like, placed, placed_in_turn
-from .._files.file import PREFIX, File, Inventory, file_at, stored_as
+from .._files.file import File, Inventory, file_at, stored_as
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_path
 from .._files.values import LONG, from_words, histories_in
@@ -82,8 +82,6 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     said = {} if metadata is None else metadata
     if not isinstance(said, Mapping) or not all(isinstance(each, str) for pair in said.items() for each in pair):
         raise TypeError(f"metadata must be a dictionary of texts, {{str: str}}, got {said!r}")
-    if any(name.startswith(PREFIX) for name in said):
-        raise ValueError(f"metadata {list(said)}: names that start with {PREFIX!r} are reserved")
     inventory, leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
     with naming_deleted(model):
         inventory.to_disk(path, inventory.header(words, said), leaves)

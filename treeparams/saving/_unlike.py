@@ -176,18 +176,15 @@ def _unlike_joined(contents: Contents, file: File) -> Iterator[str]:
         pairs.append((f"the state at {path!r}", _pieces_in(words), _pieces_in(said[1].get(path, words))))
     for where, here, there in pairs:
         held = [dict.fromkeys(name.partition(" at ")[0] for name in each) for each in (here, there)]
+        name = next((name for name in (*here, *there) if here.get(name) != there.get(name)), None)
         if held[0].keys() != held[1].keys():
             ours, theirs = (first_few(list(names)) or "nothing" for names in held)
             yield (
                 f"{where} holds {ours} in the tree, {theirs} in the {file.noun}: load with the model that was saved, "
                 "or map its names, saving.plan(path, model, rename={old: new}).state(path, like=tx.init(model))"
             )
-            continue
-        name = next((name for name in (*here, *there) if here.get(name) != there.get(name)), None)
-        if name is not None:
-            ours, theirs = (
-                f"{its[0]} of shape {tuple(its[1])}" if its else "nothing" for its in (here.get(name), there.get(name))
-            )
+        elif name is not None:
+            ours, theirs = (f"{number} of shape {tuple(shape)}" for number, shape in (here[name], there[name]))
             yield f"in {where}, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
 
 
