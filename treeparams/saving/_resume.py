@@ -25,7 +25,7 @@ from .._tree.paths import join_path, key_entries, quote, split_path, unquote
 from .._tree.structure import is_array
 from .._tree.text import first_few
 from .._tree.types import PyTree, is_inexact
-from ..optim._groups import Group, GroupsState
+from ..optim._groups import GroupsState
 from ..optim._state import History, TrainableState, state_of
 from ._contents import recorded_in, state_in_words
 
@@ -136,16 +136,16 @@ class _Like:
         made = treedef.unflatten([self.node(child, (*at, *key_entries(keys))) for keys, child in pairs])
         return dataclasses.replace(made, groups=self._groups(made, at)) if isinstance(made, GroupsState) else made
 
-    def _groups(self, node: GroupsState, at: Entries) -> tuple[Group, ...]:
+    def _groups(self, node: GroupsState, at: Entries) -> tuple[Any, ...]:
         """Returns the groups of a node, each with the parameters or the stacks that its rule sees."""
-        order, found = {path: number for number, path in enumerate(self._after.paths)}, list[Group]()
-        for name, known in node.groups:
-            head = *at, "inner_states", quote(name)
+        order, found = {path: number for number, path in enumerate(self._after.paths)}, list[Any]()
+        for group in node.groups:
+            head = *at, "inner_states", quote(group.name)
             its = {entries: own for entries, own in self.owners.items() if own and own.place[0][: len(head)] == head}
-            paths = {path for path in known if path in order or self._is_alone(split_path(path))}
+            paths = {path for path in group.paths if path in order or self._is_alone(split_path(path))}
             paths |= {path for own in its.values() if own.axis is None for path in own.paths}
             paths |= set(map(join_path, _keys_in(its)))
-            found.append(Group(name, tuple(sorted(paths, key=lambda path: (order.get(path, 0), path)))))
+            found.append(group._replace(paths=tuple(sorted(paths, key=lambda path: (order.get(path, 0), path)))))
         return tuple(found)
 
     def _is_alone(self, key: Entries) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from .._files.arrays import Like, placed, placed_in_turn
 from .._files.file import File, Inventory, file_at, stored_as
 from .._files.names import is_below, name_of
-from .._files.source import FilePath, OnDisk, as_path
+from .._files.source import FilePath, as_path
 from .._files.values import LONG, from_words, histories_in
 from .._forms.restructure import Restructure
 from .._slots.ties import Alias
@@ -189,7 +189,7 @@ def metadata(path: FilePath) -> dict[str, str]:
         OSError: the file does not exist.
         ValueError: the file is not a safetensors file, or it is damaged.
     """
-    return File(OnDisk(path)).metadata
+    return file_at(path).metadata
 
 
 def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
