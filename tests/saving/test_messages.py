@@ -3,12 +3,7 @@
 import functools
 import gc
 import itertools
-import os
-import pathlib
 import pickle
-import struct
-import subprocess
-import sys
 import tracemalloc
 import weakref
 import zlib
@@ -19,15 +14,14 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from safetensors.numpy import load, save
 
 import treeparams as tp
-from treeparams import optim, saving
+from treeparams import saving
 
-from ..zoo import as_data, assert_same, first_devices, ramp
-from .test_saving import abstract, assert_bits, emptied
+from ..zoo import assert_same, first_devices, ramp
+from .files import abstract, assert_bits, bits, emptied, refused
 
 FORMS = (tp.ravel, functools.partial(tp.ravel, pad_to=16), tp.stack)
 
@@ -39,29 +33,11 @@ def params(start=0.0):
     return {"a": shared, "n": jnp.arange(3), "b": [narrow, ramp(2, 3, start=start + 1)], "z": shared}
 
 
-def bits(tree):
-    return [np.asarray(as_data(leaf)).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def refused(message, have, match, *rest, **options):
-    """Checks that a message is a ValueError, and that nobody has written into what one has."""
+def unchanged(words, message, have, *rest, **options):
+    """Checks that a message is refused, and that nobody has written into what one has."""
     before = bits(have)
-    with pytest.raises(ValueError, match=match) as error:
-        saving.loads(message, have, *rest, **options)
-    assert type(error.value) is ValueError
+    refused(words, saving.loads, message, have, *rest, **options)
     assert bits(have) == before
-
-
-# -- There and back ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_states_averages_numbers_and_texts_come_too():
-    model = {"w": ramp(4), "v": ramp(2)}
-    tx = optim.trainable(optax.adam(0.1), form="vector")
-    run = {"state": tx.init(model), "average": tp.Ema(model, decay=0.5), "epoch": 5, "name": "run", "keys": model}
-    got, _ = saving.loads(saving.dumps(run), run | {"epoch": 0, "name": ""})
-    assert not tp.diff(got, run)
 
 
 def test_parameters_come_in_their_own_dtypes_from_any_form_into_any():
@@ -75,11 +51,8 @@ def test_parameters_come_in_their_own_dtypes_from_any_form_into_any():
         change = saving.dumps(*send(params(0.75)), version=(1, 3), since=((1, 2), sent))
         got, _ = saving.loads(change, got, other, version=(1, 2))
         assert bits(got) == bits(other.ravel(params(0.75)))
-
-
-def test_other_programs_read_the_trained_parameters_by_path():
     arrays = load(saving.dumps(*tp.ravel(params() | {"b": [ramp(70, dtype=jnp.float16), ramp(2, 3)]})))
-    found = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
+    found = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}  # by another program
     assert found == {"a": ("float32", (2, 3)), "b.0": ("float16", (70,)), "b.1": ("float32", (2, 3))}
 
 
@@ -113,8 +86,6 @@ def test_what_comes_lies_in_buffers_of_its_own():
     assert bits(got["key"]) == bits(jax.random.key(3))
     assert bits(changed) == bits(vector.at[0].add(1))
 
-
-# -- Changes -----------------------------------------------------------------------------------------------------------
 
 DTYPES = [np.dtype(each) for each in ("?", "i1", "f2", "f4", "f8", "c8")] + [np.dtype(jnp.bfloat16)]
 
@@ -161,38 +132,35 @@ def test_a_change_is_as_small_as_what_has_changed_and_versions_follow_one_anothe
 
 def test_a_change_of_another_learner_or_version_is_refused():
     vector, restructure = tp.ravel({"w": ramp(4000)})
-    other = vector.at[7].add(1)
     change = saving.dumps(vector.at[0].set(9), restructure, version=4, since=(3, vector))
     assert len(change) < len(saving.dumps(vector, restructure))
-    refused(change, other, "change of other numbers than you have", restructure, version=3)
-    refused(change, other, "change of other numbers than you have", restructure)
-    refused(change, vector, r"changes from version 3, and you have 2; ask for all", restructure, version=2)
-    refused(change, vector, r"has version 4, and you have 4: it is old, came twice", restructure, version=4)
+    for have, version, words in [
+        *((vector.at[7].add(1), version, "change of other numbers than you have") for version in (3, None)),
+        (vector, 2, r"changes from version 3, and you have 2; ask for all"),
+        (vector, 4, r"has version 4, and you have 4: it is old, came twice"),
+    ]:
+        unchanged(words, change, have, restructure, version=version)
     tree = {"w": ramp(4000), "v": ramp(2)}
     change = saving.dumps(tree | {"v": ramp(2, start=3)}, version=4, since=(3, tree))
-    refused(change, tree | {"v": ramp(2, start=1)}, "change of other numbers", version=3)
-    refused(change, {"w": tree["w"]}, "changes v, which you do not have")
-    refused(change, jax.tree.map(abstract, tree), "has no values")
+    unchanged("change of other numbers", change, tree | {"v": ramp(2, start=1)}, version=3)
+    unchanged("changes v, which you do not have", change, {"w": tree["w"]})
+    refused("has no values", saving.loads, change, jax.tree.map(abstract, tree))
 
 
 def test_what_is_no_change_and_no_version():
     vector, restructure = tp.ravel({"w": ramp(4)})
     gone = vector + 1
     gone.delete()
-    for error, match, since, version in [
+    for kind, words, since, version in [
         (ValueError, r"since=2 is not older than version=2", (2, vector), 2),
         (ValueError, r"since=2 is not older than version=None", (2, vector), None),
         (TypeError, r"a change needs two versions", vector, 2),
         (RuntimeError, r"has been deleted, as by a step that donates it; keep a copy", (1, gone), 2),
         *((TypeError, r"a version must be a number, or", None, its) for its in ("3", 1.5, (1,), (1, 2, 3), (1, "2"))),
     ]:
-        with pytest.raises(error, match=match):
-            saving.dumps(vector, restructure, version=version, since=since)
-    with pytest.raises(ValueError, match=r"`before` and the model differ at w"):
-        saving.dumps({"w": ramp(4)}, version=2, since=(1, {"w": ramp(5)}))
-
-
-# -- Versions ----------------------------------------------------------------------------------------------------------
+        refused(words, saving.dumps, vector, restructure, version=version, since=since, kind=kind)
+    before = (1, {"w": ramp(5)})
+    refused(r"`before` and the model differ at w", saving.dumps, {"w": ramp(4)}, version=2, since=before)
 
 
 def test_only_newer_messages_come():
@@ -202,17 +170,14 @@ def test_only_newer_messages_come():
         got, version = saving.loads(send(new), vector, restructure, version=have)
         assert bits(got) == bits(vector + 1)
         assert version == new
-    for have, new, match in [
+    for have, new, words in [
         (4, 4, "you have 4: it is old, came twice"),
         (4, 3, "has version 3, and you have 4"),
         ((2, 0), (1, 500), r"has version \(1, 500\), and you have \(2, 0\)"),
         (4, None, "has version None, and you have 4"),
         (4, (1, 0), r"has version \(1, 0\), and you have 4: .* counts otherwise"),
     ]:
-        refused(send(new), vector, match, restructure, version=have)
-
-
-# -- Damaged -----------------------------------------------------------------------------------------------------------
+        unchanged(words, send(new), vector, restructure, version=have)
 
 
 def messages():
@@ -230,43 +195,41 @@ def test_every_byte_counts():
         before, data = bits(have[0]), bytearray(message)
         for place in range(len(message)):
             data[place] ^= 1 << place % 8
-            with pytest.raises(ValueError, match="the message"):
-                saving.loads(data, *have, version=1)
+            refused("the message", saving.loads, data, *have, version=1)
             data[place] = message[place]
         for cut in (*range(0, len(message), 7), len(message) - 1):
-            with pytest.raises(ValueError, match=r"the message is no message of saving\.dumps, or damaged"):
-                saving.loads(message[:cut], *have, version=1)
+            refused(
+                "the message is no message of saving.dumps, or damaged", saving.loads, message[:cut], *have, version=1
+            )
         for other in (message + b"\0", b"", pickle.dumps(5), np.random.default_rng(0).bytes(100)):
-            refused(other, have[0], "is no message of saving.dumps, or damaged", *have[1:])
+            refused("is no message of saving.dumps, or damaged", saving.loads, other, *have)
         assert bits(have[0]) == before
 
 
-def test_a_message_is_a_file_and_a_change_is_not(tmp_path):
-    path, model = tmp_path / "m", {"w": ramp(3000), "v": ramp(2)}
+def test_a_message_is_a_file_and_a_change_is_not(path):
+    model = {"w": ramp(3000), "v": ramp(2)}
     saving.save(path, model, metadata={"run": "7"})
     assert_bits(saving.loads(path.read_bytes(), emptied(model))[0], model)
     path.write_bytes(saving.dumps(model, version=2))
     assert_bits(saving.load(path, emptied(model)), model)
     path.write_bytes(saving.dumps(model | {"v": ramp(2, start=3)}, version=2, since=(1, model)))
-    for read in (lambda: saving.load(path, model), lambda: saving.names(path), lambda: saving.plan(path, model)):
-        with pytest.raises(ValueError, match=r"changes another one; write saving\.loads\(message, have\)"):
-            read()
-    refused(save({"w": np.ones(2)}), {"w": ramp(2)}, "was not made by saving.dumps")
+    for read, *like in ((saving.load, model), (saving.names,), (saving.plan, model)):
+        refused(r"changes another one; write saving\.loads\(message, have\)", read, path, *like)
 
 
 def test_what_is_no_message():
-    with pytest.raises(TypeError, match=r"expected a message, the bytes that saving\.dumps made, got"):
-        saving.loads({"w": ramp(2)}, {"w": ramp(2)})
-    vector, restructure = tp.ravel({"w": ramp(2)})
-    refused(saving.dumps(vector, restructure), {"w": ramp(2)}, r"write saving.loads\(message, vector, restructure\)")
-    refused(saving.dumps({"w": ramp(2)}), vector, r"contains a tree; write saving.loads\(message, tree\)", restructure)
-    with pytest.raises(TypeError, match=r"expected the restructure that tp\.ravel or tp\.stack returns"):
-        saving.dumps(vector, {"w": ramp(2)})
-    with pytest.raises(ValueError, match="without values"):
-        jax.jit(saving.dumps)(vector)
+    tree = {"w": ramp(2)}
+    vector, restructure = tp.ravel(tree)
+    message, of_vector = saving.dumps(tree), saving.dumps(vector, restructure)
+    unchanged("was not made by saving.dumps", save({"w": np.ones(2)}), tree)
+    unchanged(r"write saving.loads\(message, vector, restructure\)", of_vector, tree)
+    unchanged(r"contains a tree; write saving.loads\(message, tree\)", message, vector, restructure)
+    words = r"expected a message, the bytes that saving\.dumps made, got"
+    refused(words, saving.loads, tree, tree, kind=TypeError)
+    words = r"expected the restructure that tp\.ravel or tp\.stack returns"
+    refused(words, saving.dumps, vector, tree, kind=TypeError)
+    refused("without values", jax.jit(saving.dumps), vector)
 
-
-# -- Other layouts -----------------------------------------------------------------------------------------------------
 
 OTHERS = [
     ({"b": ramp(4)}, r"'b' is float32\[3\] in the tree, float32\[4\] in the message"),
@@ -280,12 +243,11 @@ OTHERS = [
 def test_another_layout_is_refused_by_path():
     shared = ramp(2, 2)
     have = {"w": shared, "v": shared, "b": ramp(3)}
-    for other, match in OTHERS:
-        refused(saving.dumps(have | other), have, match)
-        refused(saving.dumps(*tp.ravel(have | other)), tp.ravel(have)[0], match, tp.ravel(have)[1])
+    for other, words in OTHERS:
+        unchanged(words, saving.dumps(have | other), have)
+        unchanged(words, saving.dumps(*tp.ravel(have | other)), *tp.ravel(have))
+    # Only one of them declares a parameter as frozen.
 
-
-def test_what_one_declares_frozen_and_the_other_trains_is_refused():
     class Frozen(eqx.Module):
         w: jax.Array
         v: jax.Array = tp.field(trainable=False)
@@ -294,13 +256,11 @@ def test_what_one_declares_frozen_and_the_other_trains_is_refused():
         w: jax.Array
         v: jax.Array
 
+    for sent, here in ((Frozen, Trained), (Trained, Frozen)):
+        words = "only one of them declares 'v' as frozen"
+        unchanged(words, saving.dumps(sent(ramp(2), ramp(3))), here(ramp(2), ramp(3)))
     message = saving.dumps(Frozen(ramp(2), ramp(3)))
-    refused(message, Trained(ramp(2), ramp(3)), "only one of them declares 'v' as frozen")
-    refused(saving.dumps(Trained(ramp(2), ramp(3))), Frozen(ramp(2), ramp(3)), "declares 'v' as frozen")
     assert_same(saving.loads(message, Frozen(ramp(2, start=3), ramp(3)))[0], Frozen(ramp(2), ramp(3)))
-
-
-# -- Costs -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_thousand_arrays_in_one_buffer_are_copied_and_summed_once(monkeypatch):
@@ -352,61 +312,3 @@ def test_no_trace_after_the_first_and_nothing_is_kept_alive():
     del array, big
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
-
-
-# -- Two processes -----------------------------------------------------------------------------------------------------
-
-MODEL = """
-import equinox as eqx, jax, jax.numpy as jnp, numpy as np, treeparams as tp
-
-class {name}(eqx.Module):
-    embed: jax.Array
-    layers: list
-    head: jax.Array
-    mean: jax.Array = tp.field(trainable=False)
-
-shared = jnp.arange(12, dtype=jnp.float32).reshape(4, 3)
-model = {name}(shared, [(jnp.zeros((3, 3), jnp.bfloat16), np.zeros(3, np.float32))], shared, jnp.zeros(2, jnp.float32))
-vector, restructure = tp.ravel(model, tp.layout(model, ties={{"head": "embed"}}))
-"""
-RECEIVER = """
-import struct, sys
-from treeparams import saving
-
-version = None
-print(restructure.layout.digest, jax.device_count(), jax.config.jax_enable_x64, flush=True)
-while size := sys.stdin.buffer.read(8):
-    message = sys.stdin.buffer.read(struct.unpack("<q", size)[0])
-    try:
-        vector, version = saving.loads(message, vector, restructure, version=version)
-    except ValueError as error:
-        print("refused:", str(error).splitlines()[0], flush=True)
-    else:
-        print(version, np.asarray(vector).tobytes().hex(), flush=True)
-"""
-
-
-def test_two_processes_that_share_nothing_but_a_pipe():
-    environment = os.environ | {"JAX_ENABLE_X64": "1", "PYTHONPATH": str(pathlib.Path(tp.__file__).parents[1])}
-    code, here = MODEL.format(name="Other") + RECEIVER, {}
-    arguments = [sys.executable, "-W", "ignore", "-c", code]
-    with subprocess.Popen(arguments, stdin=-1, stdout=-1, env=environment | {"XLA_FLAGS": ""}) as receiver:
-
-        def says(message):
-            if message:
-                receiver.stdin.write(struct.pack("<q", len(message)) + message)
-                receiver.stdin.flush()
-            return receiver.stdout.readline().decode().strip()
-
-        exec(MODEL.format(name="Net"), here)
-        vector, restructure = here["vector"] + 1, here["restructure"]
-        told = np.asarray(vector).tobytes().hex()
-        assert says(b"") == f"{restructure.layout.digest} 1 True"
-        first = saving.dumps(vector, restructure, version=(1, 0))
-        assert says(first) == f"(1, 0) {told}"
-        assert says(first[:-1]).startswith("refused: the message is no message of saving.dumps, or damaged")
-        change = saving.dumps(vector.at[0].set(9), restructure, version=(1, 1), since=((1, 0), vector))
-        assert says(change).startswith("(1, 1) ")
-        assert says(first).startswith("refused: the message has version (1, 0), and you have (1, 1)")
-        assert says(saving.dumps(vector, restructure, version=(2, 0))) == f"(2, 0) {told}"
-        receiver.stdin.close()

@@ -1,4 +1,4 @@
-"""plan.state: the moments of a model before, as those of the model after; training goes on."""
+"""plan.state: the moments of a model before, as those of the model after; training goes on; and what it refuses."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from treeparams.optim._state import Roles, TrainableState, rule_of
 from treeparams.optim._step import Rule
 
 from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
-from .test_plan import row
+from .files import refused, taken, there_and_back
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -35,7 +35,7 @@ _donated_steps = jax.jit(_steps, static_argnums=0, donate_argnums=1)
 
 @functools.cache
 def made(form, rule, *trainable):
-    """`flat` and `stacked` try each of their transformations at the first `init`."""
+    """Vectors and stacks try each of their transformations at the first `init`."""
     return form(rule, *trainable)
 
 
@@ -44,146 +44,194 @@ def fresh(tx, model):
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(tx.init, model))
 
 
-def taken(state, steps=2):
-    """The state with other numbers in all that runs, as if steps had been taken."""
-    floats = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    leaves, treedef = jax.tree.flatten(state.runs)
-    runs = [
-        row(*x.shape, dtype=x.dtype, start=9 * i) if floats(x) else np.asarray(x + steps, x.dtype)
-        for i, x in enumerate(leaves)
-    ]
-    counts = [np.asarray(count + steps * (i < len(state.runs)), np.int32) for i, count in enumerate(state.counts)]
-    return dataclasses.replace(state, runs=treedef.unflatten(runs), counts=tuple(counts))
-
-
-# -- Changes and rules -------------------------------------------------------------------------------------------------
-
-
-def _before():
-    model = {"k": ramp(2, 2), "kv": ramp(4, 2), "q": ramp(2, 2), "rows": [ramp(2) + i for i in range(3)]}
-    return {"net": model | {"table": ramp(3, 2)}, "z": ramp(2)}
-
-
-RENAMES = {"net.**": "model.**"}
+counts_of = lambda state: [int(count) for count in state.counts]
 JOIN, _PART = (lambda *arrays: jnp.concatenate(arrays)), (lambda array: jnp.split(array, 2))
-CHANGES = {
-    ("net.q", "net.k"): "qk",
-    "net.kv": ("k2", "v2"),
-    "net.rows.*": "rows",
-    "net.table": "table.*",
-}
+_NET = {"k": ramp(2, 2), "kv": ramp(4, 2), "q": ramp(2, 2), "rows": [ramp(2) + i for i in range(3)]}
+BEFORE = {"net": _NET | {"table": ramp(3, 2)}, "z": ramp(2)}
+AFTER = {"k2": ramp(2, 2), "v2": ramp(2, 2), "qk": ramp(4, 2), "rows": ramp(3, 2)}
+AFTER |= {"table": [ramp(2) for _ in range(3)], "z": ramp(2)}
+CHANGES = {("net.q", "net.k"): "qk", "net.kv": ("k2", "v2"), "net.rows.*": "rows", "net.table": "table.*"}
 BACK = {right: left for left, right in CHANGES.items()}
-FUNCTIONS = {("net.q", "net.k"): JOIN, "net.kv": _PART}
-BACK_FUNCTIONS = {"qk": _PART, ("k2", "v2"): JOIN}
-
-
-def _after():
-    model = {"k2": ramp(2, 2), "v2": ramp(2, 2), "qk": ramp(4, 2), "rows": ramp(3, 2)}
-    return model | {"table": [ramp(2) for _ in range(3)], "z": ramp(2)}
-
-
-RULE = optax.adam(0.1)
+PLANS = {
+    "renamed": (
+        *({"model": BEFORE["net"], "z": ramp(2)}, {"rename": {"net.**": "model.**"}}),
+        {"rename": {"model.**": "net.**"}},
+    ),
+    "split, merged, stacked": (
+        *(AFTER, {"rename": CHANGES, "transform": {("net.q", "net.k"): JOIN, "net.kv": _PART}}),
+        {"rename": BACK, "transform": {"qk": _PART, ("k2", "v2"): JOIN}},
+    ),
+}
+RULE, MOMENTUM = optax.adam(0.1), optax.sgd(0.1, momentum=0.9)
 FORMS = {"tree": optim.trainable, "vector": VECTOR, "stacks": STACKS}
 INJECTED = optax.inject_hyperparams(optax.adamw)(0.1, weight_decay=0.01)
+FACTORS = optax.adafactor(0.1, min_dim_size_to_factor=2)
+LBFGS = optax.lbfgs(0.1, memory_size=2, linesearch=None)
 _matrices = functools.partial(jax.tree.map, lambda x: x.ndim == 2)
 # One rule for each kind of state: most of Optax keep some moments and a count, as Adam does.
-ELEMENTWISE = {
+RULES = {
     "sgd": optax.sgd(0.1),
-    "momentum": optax.sgd(0.1, momentum=0.9),
+    "momentum": MOMENTUM,
     "schedule": optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9),
-    "adam": optax.adam(0.1),
+    "adam": RULE,
     "rprop": optax.rprop(0.1),
     "chain": optax.chain(optim.clip_by_global_norm(1e6), INJECTED),
     "injected": INJECTED,
     "MultiSteps": optax.MultiSteps(optax.rmsprop(0.1), 2).gradient_transformation(),
-    "if finite": optax.apply_if_finite(optax.adam(0.1), 3),
-    "plateau": optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()),
+    "if finite": optax.apply_if_finite(RULE, 3),
+    "plateau": optax.chain(RULE, optax.contrib.reduce_on_plateau()),
     "ema": optax.chain(optax.ema(0.9), optax.trace(0.9)),
     "cocob": optax.contrib.cocob(),
     "prodigy": optax.contrib.prodigy(),
-    "lbfgs": optax.lbfgs(0.1, memory_size=2, linesearch=None),
+    "lbfgs": LBFGS,
     "schedule free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
-}
-BY_SHAPE = {
     "novograd": optax.novograd(0.1),
     "sm3": optax.sm3(0.1),
-    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "adafactor": FACTORS,
     "muon": optax.contrib.muon(0.1),
     "masked": optax.masked(optax.trace(0.9), _matrices),
-    "per leaf": optim.per_leaf(optax.adam(0.1)),
+    "per leaf": optim.per_leaf(RULE),
     "injected per leaf": optim.per_leaf(INJECTED),
-    "factored per leaf": optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2)),
-    "groups": optim.groups({("x", "y"): optax.adam(0.1)}, default=optax.sgd(0.1, momentum=0.9)),
-    "groups per leaf": optim.groups({("x", "y"): optim.per_leaf(INJECTED)}, default=optax.adam(0.1)),
-}
-RULES = ELEMENTWISE | BY_SHAPE
-BACK_ARGUMENTS = {"rename": BACK, "transform": BACK_FUNCTIONS}
-PLANS = {
-    "renamed": ({"model": _before()["net"], "z": ramp(2)}, {"rename": RENAMES}, {"rename": {"model.**": "net.**"}}),
-    "split, merged, stacked": (_after(), {"rename": CHANGES, "transform": FUNCTIONS}, BACK_ARGUMENTS),
+    "factored per leaf": optim.per_leaf(FACTORS),
+    "groups": optim.groups({("x", "y"): RULE}, default=MOMENTUM),
+    "groups per leaf": optim.groups({("x", "y"): optim.per_leaf(INJECTED)}, default=RULE),
 }
 # The first form is that of the old state, the second that of the new one.
 LAW = [
     ("renamed", "adam", "stacks", "tree"),
-    ("split, merged, stacked", "chain", "tree", "vector"),
+    ("split, merged, stacked", "injected", "tree", "vector"),
     ("split, merged, stacked", "schedule", "vector", "stacks"),
     ("split, merged, stacked", "MultiSteps", "stacks", "stacks"),
 ]
 
 
 @pytest.mark.parametrize(("plan", "rule", "one", "other"), LAW, ids=map(", ".join, LAW))
-def test_steps_a_plan_and_steps_are_a_plan_of_all_steps(plan, rule, one, other, tmp_path):
-    """k steps, plan, k steps = plan of 2k steps; there and back is what it was; a file is as good as memory."""
-    (new, arguments, back), old = PLANS[plan], _before()
+def test_steps_a_plan_and_steps_are_a_plan_of_all_steps(plan, rule, one, other, path):
+    """There and back is what it was; a file is as good as memory."""
+    (new, arguments, back), old = PLANS[plan], BEFORE
     tx, its = made(FORMS[one], RULES[rule]), made(FORMS[other], RULES[rule])
     there, again = saving.plan(tp.layout(old), new, **arguments), saving.plan(tp.layout(new), old, **back)
     half, state = _steps(tx, tx.init(old), old, 3)
-    saving.save(tmp_path / "run.safetensors", {"model": half, "optimiser": state})
+    saving.save(path, {"model": half, "optimiser": state})
     whole, whole_state = _steps(tx, state, half, 3)
     fresh_one = its.init(there(half))
     carried = there.state(state, like=fresh_one)
     assert jax.tree.structure(carried) == jax.tree.structure(fresh_one)
-    assert_same(there.state(saving.names(tmp_path / "run.safetensors", "optimiser"), like=fresh_one), carried)
+    assert_same(there.state(saving.names(path, "optimiser"), like=fresh_one), carried)
     assert_same(again.state(carried, like=tx.init(old)), state, identity=False)
     assert_same(again(there(half)), half, identity=False)
     got, got_state = _donated_steps(its, carried, there(half), 3)
-    assert [int(count) for count in got_state.counts] == [6]
+    assert counts_of(got_state) == [6]
     assert_close(got, there(whole), 1e-6)
     assert_close(got_state.runs, there.state(whole_state, like=its.init(got)).runs, 1e-6)
 
 
-# -- Paths that look like those of a state -----------------------------------------------------------------------------
-
-LOOK_ALIKES = {
-    "one position": ([ramp(2, 2)], [("momentum", "vector")]),
-    "positions": ([ramp(2, 2), ramp(3), {"0": ramp(1)}], [("per leaf", "stacks"), ("adam", "stacks")]),
-    "adam": ({"mu": ramp(2), "nu": {"mu": ramp(2, 2)}, "count": ramp(3)}, [("adam", "tree")]),
-    "a count": ({"count": ramp(3)}, [("schedule", "tree"), ("injected", "tree")]),
-    "a trace": ({"trace": ramp(2, 2)}, [("momentum", "vector")]),
-    "states": (
-        {"states": {"count": ramp(2)}, "inner_state": {"0": ramp(3)}, "runs": [ramp(2)]},
-        [("per leaf", "stacks")],
-    ),
-    "keys of stacks": ({"float32[2]": ramp(2), "float32[3]": [ramp(3), ramp(2)]}, [("adam", "stacks")]),
-    "bare": (ramp(2, 2), [("per leaf", "stacks"), ("momentum", "vector")]),
-}
+def _fresh(rule, layout, start=0):
+    """A state of NumPy arrays, with numbers that are not those of another one, and no trial of the rule."""
+    like, at = rule.like(layout), index_of(layout).positions
+    leaves, treedef = jax.tree.flatten(like.state)
+    arrays = [np.asarray(np.arange(x.size).reshape(x.shape) + start + 50 * i, x.dtype) for i, x in enumerate(leaves)]
+    roles = Roles(layout, (at,), (), (like.division,))
+    return TrainableState((treedef.unflatten(arrays),), (), (np.array(int(start > 0), np.int32),), roles)
 
 
-@pytest.mark.parametrize(("model", "rules"), LOOK_ALIKES.values(), ids=LOOK_ALIKES.keys())
-def test_paths_that_look_like_states(model, rules):
-    inside = {"net": tp.copy(model)}
-    there = saving.plan(tp.layout(model), inside, rename={"**": "net.**"})
-    back = saving.plan(tp.layout(inside), model, rename={"net.**": "**"})
-    for name, form in rules:
-        tx = made(FORMS[form], RULES[name])
-        state, like = taken(fresh(tx, model)), fresh(tx, inside)
-        carried = there.state(state, like)
-        assert jax.tree.structure(carried) == jax.tree.structure(like)
-        assert assert_same(jax.tree.leaves(carried), jax.tree.leaves(state)) > 0  # in one order
-        assert_same(back.state(carried, fresh(tx, model)), state)
+def _pieces(state, number=0, new=lambda path: path):
+    """What each parameter has, alone, by place and new name; and what is shared."""
+    copies = Copies(entries_of(state.runs[number]), state.roles.divisions[number])
+    alone = {(at, new(path)): copies.piece(at, path).alone() for at, path in copies.at}
+    return alone | {entries: copies.shared(entries) for entries in copies.common}
 
 
-# -- Histories ---------------------------------------------------------------------------------------------------------
+OLD = {"x": ramp(2, 3), "y": ramp(2, 3), "deep": {"z": ramp(3)}, "s": ramp()}
+NEW = {"x": ramp(2, 3), "y": ramp(2, 3), "w": ramp(3), "s": ramp()}
+MORE = {"begins": ramp(2, 3), "late": ramp(2)}
+# Over the vector and the tree, which have the pieces of the stacks by themselves, a few.
+AS_TREES = ["lbfgs", "novograd", "sm3", "adafactor", "muon", "masked", "groups"]
+POSITIONS, STATES = [ramp(2, 2), ramp(3), {"0": ramp(1)}], {"count": ramp(2)}
+CASES = [
+    *((OLD, name, form) for name in ["adam", "injected", "MultiSteps"] for form in ("tree", "vector")),
+    *((OLD, name, "tree") for name in AS_TREES),
+    *((OLD, name, "stacks") for name in RULES if name not in AS_TREES[:5]),
+    # Paths that look like those of a state.
+    ([ramp(2, 2)], "momentum", "vector"),
+    *((POSITIONS, name, "stacks") for name in ("per leaf", "adam")),
+    ({"mu": ramp(2), "nu": {"mu": ramp(2, 2)}, "count": ramp(3)}, "adam", "tree"),
+    *(({"count": ramp(3)}, name, "tree") for name in ("schedule", "injected")),
+    ({"trace": ramp(2, 2)}, "momentum", "vector"),
+    ({"states": STATES, "inner_state": {"0": ramp(3)}, "runs": [ramp(2)]}, "per leaf", "stacks"),
+    ({"float32[2]": ramp(2), "float32[3]": [ramp(3), ramp(2)]}, "adam", "stacks"),
+    (ramp(2, 2), "per leaf", "stacks"),
+    (ramp(2, 2), "momentum", "vector"),
+]
+
+
+_rule = functools.cache(lambda name, form: rule_of(FORMS[form](RULES[name])))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_there_and_back(case):
+    old, name, form = CASES[case]
+    renamed = {"x": "y", "y": "x", "deep.z": "w", "s": "s"}
+    new, rename, back = {"net": tp.copy(old)}, {"**": "net.**"}, {"net.**": "**"}
+    if old is OLD:
+        new, rename, back = NEW, renamed, {right: left for left, right in renamed.items()}
+    before, after, rule = tp.layout(old), tp.layout(new), _rule(name, form)
+    state, like = _fresh(rule, before, 7), _fresh(rule, after)
+    carried = saving.plan(before, new, rename=rename).state(state, like)
+    assert jax.tree.structure(carried) == jax.tree.structure(like)
+    its = renamed.__getitem__ if old is OLD else lambda path: f"net.{path}" if path else "net"
+    np.testing.assert_equal(_pieces(carried), _pieces(state, new=its))
+    assert_same(saving.plan(after, old, rename=back).state(carried, _fresh(rule, before)), state)
+
+
+BEGIN = {"adam": "vector", "prodigy": "stacks", "injected per leaf": "stacks", "sm3": "tree"}
+
+
+@pytest.mark.parametrize(("name", "form"), [*BEGIN.items(), ("groups per leaf", "stacks")])
+def test_what_begins_is_fresh_and_the_rest_as_it_was(name, form):
+    rule, model = _rule(name, form), OLD | MORE
+    old, layout = tp.layout(OLD), tp.layout(model)
+    state, like = _fresh(rule, old, 7), _fresh(rule, layout)
+    carried = saving.plan(OLD, model, strict=False).state(state, like)
+    assert [each.layout.paths for each in rule.histories(carried)] == [old.paths, ("begins", "late")]
+    assert counts_of(carried) == [1, 0]
+    np.testing.assert_equal(_pieces(carried), _pieces(state))
+    begun, all_fresh = _pieces(carried, 1), _pieces(like)
+    np.testing.assert_equal(begun, {at: all_fresh[at] for at in begun})
+
+
+@pytest.mark.parametrize("make", [lambda n: {"head": ramp(n, 3), "b": ramp(2)}, lambda n: [ramp(n, 3), ramp(7, 2)]])
+def test_a_padded_vector_is_not_opened_as_another_one(make, path):
+    """Of 10 classes or of 11 it is as long."""
+    runs = []
+    for model in (make(10), make(11)):
+        layout = tp.layout(model)
+        form = vector_of(layout, pad_to=128)
+        rule = Rule(RULE, None, lambda _, form=form: form)
+        vector, restructure = tp.ravel(model, pad_to=128)
+        runs.append(({"vector": vector, "back": restructure}, {"vector": vector, "state": _fresh(rule, layout, 1)}))
+    for ours, theirs in zip(*runs, strict=True):
+        assert_same(jax.tree.leaves(there_and_back(path, ours, ours)), jax.tree.leaves(ours))
+        refused(r"of shape \(11, 3\) in the tree, .*of shape \(10, 3\) in the file", saving.load, path, theirs)
+
+
+def test_a_vector_of_the_same_parameters_in_another_order_is_not_opened(path):
+    runs = []
+    for names in ("ab", "ba"):
+        cls = dataclasses.make_dataclass("Model", names)
+        jax.tree_util.register_dataclass(cls, list(names), [])
+        vector, restructure = tp.ravel(cls(a=ramp(2), b=ramp(2) + 1))
+        runs.append({"vector": vector, "back": restructure})
+    words = r"'back' opens, 'b' is \[0:2\] of shape \(2,\) in the tree, \[2:4\] of shape"
+    refused(words, there_and_back, path, *runs)
+    tx, pair = made(VECTOR, RULE), {"a": ramp(2), "b": ramp(2)}
+    for like, names in (
+        ({"u": ramp(4)}, "u in the tree, a, b in the file"),
+        ({"a": ramp(4)}, "a in the tree, a, b in"),
+    ):
+        words = rf"(?s)does not fit.*state at '' holds {names}.*saving.plan\(path, model, ren"
+        refused(words, there_and_back, path, fresh(tx, pair), fresh(tx, like))
+
 
 MODEL = {"a": ramp(2), "b": ramp(2), "c": ramp(3)}
 
@@ -197,39 +245,38 @@ def history(form, *choices, steps=2):
     return state
 
 
+_state = lambda rule=RULE, model=MODEL, form=optim.trainable: fresh(made(form, rule), model)
+
+
 @pytest.mark.parametrize(("form", "steps"), [(optim.trainable, 2), (STACKS, 0)])
-def test_what_waits_waits_afterwards(form, steps, tmp_path):
+def test_what_waits_waits_afterwards(form, steps, path):
     """A plan that changes nothing gives the state as it is; thawed, it is what it would have been without a plan."""
     tx, plan = made(form, RULE), saving.plan(MODEL, MODEL)
     for choices in ((None, ("a", "b"), "c"), ("c", "a", ("a", "b"))):
         state = history(form, *choices, steps=steps)
         carried = plan.state(state, fresh(tx, MODEL))
-        roles = [its.roles for its in (carried, state)]
-        assert roles[0] == roles[1]
+        assert carried.roles == state.roles
         assert assert_same((carried.runs, carried.held, carried.counts), (state.runs, state.held, state.counts)) > 7
-        saving.save(tmp_path / "run.safetensors", state)
-        assert_same(plan.state(saving.names(tmp_path / "run.safetensors"), fresh(tx, MODEL)), carried)
+        saving.save(path, state)
+        assert_same(plan.state(saving.names(path), fresh(tx, MODEL)), carried)
         some = plan.state(state, fresh(made(form, RULE, ("a", "c")), MODEL))
         for wanted, its in ((None, carried), (("a", "c"), carried), (("a", "c"), some)):
-            thawed = optim.set_trainable(tx, state, MODEL, wanted)
-            again = optim.set_trainable(tx, its, MODEL, wanted)
+            thawed, again = (optim.set_trainable(tx, each, MODEL, wanted) for each in (state, its))
             assert again.roles.running == thawed.roles.running
             assert_same((again.runs, again.counts[: len(again.runs)]), (thawed.runs, thawed.counts[: len(thawed.runs)]))
-        assert not {"b"} & {
-            slot for copies in some.roles.divisions for own in copies.owners if own for slot in own.paths
-        }
+        owners = [own for copies in some.roles.divisions for own in copies.owners if own]
+        assert "b" not in {slot for own in owners for slot in own.paths}
 
 
 @pytest.mark.parametrize("form", [optim.trainable, VECTOR], ids=["tree", "vector"])
 def test_parameters_that_wait_are_renamed_moved_and_stepped_around(form):
-    tx, new = made(form, RULE), {"c": ramp(3), "w": ramp(2, 2), "x": ramp(3, 2)}
-    plan = saving.plan(
-        MODEL, new, rename={("a", "b"): "w"}, transform={("a", "b"): lambda *two: jnp.stack(two)[:, ::-1]}, strict=False
-    )
+    tx, new, both = made(form, RULE), {"c": ramp(3), "w": ramp(2, 2), "x": ramp(3, 2)}, ("a", "b")
+    turned = {both: lambda *two: jnp.stack(two)[:, ::-1]}
+    plan = saving.plan(MODEL, new, rename={both: "w"}, transform=turned, strict=False)
     state = history(form, None, "c")
     carried = plan.state(state, tx.init(new))
     assert carried.layout.paths == ("c", "x")
-    assert [int(count) for count in carried.counts] == [4, 0, 2]
+    assert counts_of(carried) == [4, 0, 2]
     old, now = (optim.set_trainable(tx, each, model).runs for each, model in ((state, MODEL), (carried, new)))
     assert (len(old), len(now)) == (2, 3)
     if form is optim.trainable:
@@ -237,21 +284,17 @@ def test_parameters_that_wait_are_renamed_moved_and_stepped_around(form):
             np.testing.assert_array_equal(after["w"], np.stack([before["a"], before["b"]])[:, ::-1])
         after, later = _steps(tx, carried, new, 1)
         assert_same((after["w"], later.held), (new["w"], carried.held), identity=False)
-        assert [int(count) for count in later.counts] == [5, 1, 2]
-    with pytest.raises(ValueError, match=r"'w' is made of parameters .* \('a' 4 steps, 'b' waits after 2 steps\)"):
-        plan.state(history(form, None, "a"), tx.init(new))
+        assert counts_of(later) == [5, 1, 2]
+    words = r"'w' is made of parameters .* \('a' 4 steps, 'b' waits after 2 steps\)"
+    refused(words, plan.state, history(form, None, "a"), tx.init(new))
 
 
-def test_rates_that_were_set_go_along():
+def test_rates_that_were_set_go_along_and_what_is_new_or_frozen():
     tx, new = made(optim.trainable, INJECTED), {"x": ramp(2), "b": ramp(2), "new": ramp(1)}
     plan = saving.plan(MODEL, new, rename={"a": "x", "c": None}, strict=False)
     carried = plan.state(optim.adjust(fresh(tx, MODEL), learning_rate=0.5), fresh(tx, new))
     assert [float(run.hyperparams["learning_rate"]) for run in carried.runs] == [0.5, 0.5]
-
-
-def test_nothing_comes_or_nothing_trains():
-    tx = made(optim.trainable, RULE)
-    state, other = taken(fresh(tx, MODEL)), {"other": ramp(2)}
+    tx, state, other = made(optim.trainable, RULE), taken(_state()), {"other": ramp(2)}
     nothing = saving.plan(MODEL, other, strict=False)
     assert_same(nothing.state(state, fresh(tx, other)).runs, fresh(tx, other).runs)
     with pytest.warns(UserWarning, match="nothing is trained"):
@@ -261,146 +304,201 @@ def test_nothing_comes_or_nothing_trains():
     assert saving.plan(MODEL, MODEL).state(state, frozen).layout.paths == ("a", "c")
 
 
-def test_ties_go_by_the_names_that_the_state_has():
-    shared, tx = ramp(2, 2), made(optim.trainable, RULE)
-    tied, other = {"embed": shared, "head": shared}, {"lm": ramp(2, 2), "wte": ramp(2, 2)}
-    state = taken(tx.init(tied))
-    as_tied = dict.fromkeys(("out", "wte"), ramp(2, 2))
-    moved = saving.plan(tp.layout(tied), as_tied, rename={"embed": "wte", "head": "out"})
-    assert_same(jax.tree.leaves(moved.state(state, tx.init(as_tied))), jax.tree.leaves(state))
-    untied = saving.plan(tp.layout(tied), other, rename={"embed": "wte", "head": "lm"})
-    made_of_one = untied.state(state, fresh(tx, other)).runs[0][0]
-    for moments, old in ((made_of_one.mu, state.runs[0][0].mu), (made_of_one.nu, state.runs[0][0].nu)):
-        assert_same(list(moments.values()), [old["embed"]] * 2, identity=False)
+def test_ties_of_the_source_and_of_the_model_that_are_others_now():
+    """None of them begins anew."""
+    shared, tx = ramp(2), made(optim.trainable, RULE)
+    tied, apart = {"e": shared, "h": shared}, {"e": ramp(2), "h": ramp(2) + 1}
+    mu, plan = lambda state: state.runs[0][0].mu, functools.partial(saving.plan, strict=False)
+    of_tied, of_apart = taken(tx.init(tied)), taken(tx.init(apart))
+    for source, model in ((tied, tied), (apart, tied), (tied, apart), (apart, apart)):
+        carried = plan(source, model).state(of_tied, tx.init(apart))
+        assert_same([mu(carried)["e"], mu(carried)["h"]], [mu(of_tied)["e"]] * 2, identity=False)
+        assert counts_of(carried) == [2]
+        carried = plan(source, model).state(of_apart, tx.init(tied))
+        np.testing.assert_array_equal(mu(carried)["e"], mu(of_apart)["e"])
+    # By the names that the state has, which a plan may change.
+    for new in ({"out": shared, "wte": shared}, {"out": ramp(2), "wte": ramp(2) + 1}):
+        moved = saving.plan(tp.layout(tied), new, rename={"e": "wte", "h": "out"})
+        its = jax.tree.leaves(mu(moved.state(of_tied, tx.init(new))))
+        assert_same(its, [mu(of_tied)["e"]] * len(tp.layout(new).slots), identity=False)
+    # What is computed of another parameter has no moments to give.
+    computed, old = {"e": ramp(2, 3), "h": ramp(2, 3).T}, {"w": ramp(2, 3)}
+    layout = tp.layout(computed, ties={"h": ("e", jnp.transpose)})
+    turned, state = plan(old, computed, rename={"w": "e"}, trainable=layout), taken(tx.init(old))
+    carried = turned.state(state, optim.trainable(RULE, layout).init(computed))
+    np.testing.assert_array_equal(mu(carried)["e"], mu(state)["w"])
+    words = r"like has float32\[3,2\] at 'h', but the plan's model has none there"
+    refused(words, turned.state, state, optim.trainable(RULE, tp.layout(computed)).init(computed))
+    name = {"__metadata__": ramp(2)}  # which a file calls otherwise
+    assert_same(plan(name, name).state(taken(_state(model=name)), _state(model=name)), taken(_state(model=name)))
 
 
-# -- States without a program ------------------------------------------------------------------------------------------
+def test_a_state_of_plain_optax_becomes_one_of_this_library_first():
+    old, new = {"w": ramp(2, 3), "b": ramp(3)}, {"w": ramp(2, 3), "bias": ramp(3), "z": ramp(2)}
+    theirs = jax.tree.map(lambda leaf: leaf + 2, RULE.init(old))
+    state = optim.from_optax(made(optim.trainable, RULE), theirs, old)
+    carried = saving.plan(old, new, rename={"b": "bias"}, strict=False).state(state, _state(model=new, form=VECTOR))
+    assert counts_of(carried) == [2, 0]
+    want = np.concatenate([theirs[0].mu["b"], theirs[0].mu["w"].ravel()])
+    np.testing.assert_array_equal(carried.runs[0][0].mu, want)
 
 
-def _fresh(rule, layout, start=0):
-    """A state of NumPy arrays, with numbers that are not those of another one, and no trial of the rule."""
-    like, at = rule.like(layout), index_of(layout).positions
-    leaves, treedef = jax.tree.flatten(like.state)
-    arrays = [np.asarray(np.arange(x.size).reshape(x.shape) + start + 50 * i, x.dtype) for i, x in enumerate(leaves)]
-    roles = Roles(layout, (at,), (), (like.division,))
-    return TrainableState((treedef.unflatten(arrays),), (), (np.array(int(start > 0), np.int32),), roles)
+_LEAVES = [ramp(2, 3), ramp(3), ramp(4, 2)]
 
 
-def _copies(state, number=0):
-    return Copies(entries_of(state.runs[number]), state.roles.divisions[number])
+@pytest.mark.parametrize("rule", [RULES["sm3"], FACTORS], ids=["sm3", "adafactor"])
+def test_arrays_of_other_shapes_dropped_and_cast(rule):
+    state = taken(_state(rule, _LEAVES))
+    new = [_LEAVES[i] for i in (0, 2)]
+    carried = saving.plan(_LEAVES, new, rename={"1": None, "2": "1"}).state(state, _state(rule, new))
+    for before, after in zip(state.runs[0][0], carried.runs[0][0], strict=True):
+        assert_same(after, [before[i] for i in (0, 2)] if isinstance(before, list) else before)
+    # A cast and a product with one leave each element where it is, so what is kept beside it stays, too.
+    new = [ramp(2, 3, dtype=jnp.bfloat16), *_LEAVES[1:]]
+    plan = saving.plan(_LEAVES, new, transform={"0": lambda x: (x * 1).astype(jnp.bfloat16)})
+    carried = plan.state(state, _state(rule, new))
+    for before, after in zip(*map(jax.tree.leaves, (state.runs, carried.runs)), strict=True):
+        np.testing.assert_array_equal(before.astype(after.dtype), after)
 
 
-def _pieces(copies, names=lambda path: path):
-    """What each parameter has, alone, by place and name; and what is shared."""
-    alone = {(at, names(path)): copies.piece(at, path).alone() for at, path in copies.at}
-    return alone | {entries: copies.shared(entries) for entries in copies.common}
+def test_a_function_that_uses_one_of_its_arrays_for_each():
+    """What the others have learned, and when, does not matter."""
+    new, both = {"ta": ramp(2), "tb": ramp(2), "c": ramp(3)}, {("a", "b"): ("ta", "tb")}
+    plan = saving.plan(MODEL, new, rename=both, transform={("a", "b"): lambda a, b: (a[::-1], b[jnp.array([1, 0])])})
+    for state, counts in ((history(optim.trainable, None, "b"), [4, 2]), (history(optim.trainable, "b"), [2, 0])):
+        carried = plan.state(state, _state(model=new))
+        assert counts_of(carried) == counts
+        np.testing.assert_array_equal(carried.runs[0][0].mu["tb"], np.flip(state.runs[0][0].mu["b"]))
 
 
-def _assert_pieces(got, want):
-    assert got.keys() == want.keys()
-    for at, array in want.items():
-        np.testing.assert_array_equal(got[at], array)
-    return len(want)
+_BODY, _HEAD = {"w": ramp(2, 2), "b": ramp(2)}, {"w": ramp(2, 2)}
+_BEFORE = {"body": _BODY, "head": _HEAD}
 
 
-OLD = {"x": ramp(2, 3), "y": ramp(2, 3), "deep": {"z": ramp(3)}, "s": ramp()}
-NEW = {"x": ramp(2, 3), "y": ramp(2, 3), "w": ramp(3), "s": ramp()}
-MORE = {"begins": ramp(2, 3), "late": ramp(2)}
-RENAME = {"x": "y", "y": "x", "deep.z": "w"}
-OLD_LAYOUT, NEW_LAYOUT = tp.layout(OLD), tp.layout(NEW)
-NAMES = RENAME | {"s": "s"}
+_of_groups = lambda rules, model, form=optim.trainable: fresh(form(optim.groups(rules)), model)
+_inner = lambda state: {name: jax.tree.leaves(its) for name, its in state.runs[0].inner_states.items()}
 
 
-# Over the vector and the tree, which have the pieces of the stacks by themselves, a few.
-FEW = ["adam", "injected", "MultiSteps"]
-AS_TREES = ["lbfgs", "novograd", "sm3", "adafactor", "muon", "masked", "groups"]
-CASES = [
-    *((name, form) for name in FEW for form in ("tree", "vector")),
-    *((name, "tree") for name in AS_TREES),
-    *((name, "stacks") for name in RULES if name not in AS_TREES[:5]),
-]
+@pytest.mark.parametrize("form", [optim.trainable, STACKS], ids=["tree", "stacks"])
+def test_groups_are_matched_by_their_parameters(form):
+    """Not by their names, even where those of others are the same."""
+    state = taken(_of_groups({"body": RULE, "head": INJECTED}, _BEFORE, form))
+    for body, head in (("trunk", "head"), ("head", "tail")):
+        new, there = {body: _BODY, head: _HEAD}, {"body.**": f"{body}.**", "head.**": f"{head}.**"}
+        like = _of_groups({body: RULE, head: INJECTED}, new, form)
+        carried = saving.plan(_BEFORE, new, rename=there).state(state, like)
+        assert_same(_inner(carried), {body: _inner(state)["body"], head: _inner(state)["head"]})
+        back = saving.plan(new, _BEFORE, rename={right: left for left, right in there.items()})
+        assert_same(back.state(carried, _of_groups({"body": RULE, "head": INJECTED}, _BEFORE, form)), state)
 
 
-def _cases(cases):
-    return pytest.mark.parametrize(("name", "form"), cases, ids=map("-".join, cases))
+def test_groups_that_are_new_dropped_merged_wait_or_are_of_another_rule():
+    state = taken(_of_groups({"body": RULE, "head": INJECTED}, _BEFORE))
+    more = {"body": _BODY, "adapter": {"w": ramp(3)}}
+    plan, same = saving.plan(_BEFORE, more, rename={"head.**": None}, strict=False), saving.plan(_BEFORE, _BEFORE)
+    carried = plan.state(state, _of_groups({"body": RULE, "adapter": optax.rmsprop(0.1)}, more))
+    assert counts_of(carried) == [2, 0]
+    assert_same(_inner(carried)["body"], _inner(state)["body"])
+    # Two groups of one rule are one now.
+    two = taken(_of_groups({"body": RULE, "head": RULE}, _BEFORE))
+    one = same.state(two, _of_groups({"**": RULE}, _BEFORE))
+    assert int(one.runs[0].inner_states["**"].inner_state[0].count) == 2
+    two.runs[0].inner_states["head"].inner_state[0].count[...] = 5
+    words = r"inner_states\.body\.inner_state\.0\.count, .*head.*, which differ, but"
+    refused(words, same.state, two, _of_groups({"**": RULE}, _BEFORE))
+    words = "made by another transformation, or a parameter is now in another group"
+    refused(words, same.state, state, _of_groups({"body": INJECTED, "head": RULE}, _BEFORE))
+    # Of one group all wait: the rule of the other goes on as before.
+    new, moved = {"trunk": _BODY, "head": _HEAD}, {"body.**": "trunk.**"}
+    tx, its = (optim.trainable(optim.groups({body: RULE, "head": INJECTED})) for body in ("body", "trunk"))
+    waiting = optim.set_trainable(tx, state, _BEFORE, "body")
+    carried = saving.plan(_BEFORE, new, rename=moved).state(waiting, fresh(its, new))
+    assert (carried.layout.paths, counts_of(carried)) == (("trunk.b", "trunk.w"), [2, 2])
+    assert_same(_inner(carried)["trunk"], _inner(waiting)["body"])
+    assert_same(*(jax.tree.leaves(each.held[0].inner_states["head"]) for each in (carried, waiting)))
+    want = optim.set_trainable(its, fresh(its, new), new, "trunk")
+    assert jax.tree.structure((carried.runs, carried.held)) == jax.tree.structure((want.runs, want.held))
 
 
-@functools.cache
-def _rule(name, form):
-    return rule_of(FORMS[form](RULES[name]))
+def test_groups_that_keep_nothing_of_parameters_are_known_by_name_alone():
+    schedule = optax.sgd(optax.constant_schedule(0.1))
+    state = taken(_of_groups({"body": RULE, "head": schedule}, _BEFORE))
+    new = {"body": _BODY, "tail": _HEAD}
+    plan, same = saving.plan(_BEFORE, new, rename={"head.**": "tail.**"}), saving.plan(_BEFORE, _BEFORE)
+    words = r"'tail' keeps no array of a parameter, .* was head;"
+    refused(words, plan.state, state, _of_groups({"body": RULE, "tail": schedule}, new))
+    assert_same(same.state(state, _of_groups({"body": RULE, "head": schedule}, _BEFORE)), state)
 
 
-@functools.cache
-def _plans():
-    back = {right: left for left, right in RENAME.items()}
-    return saving.plan(OLD_LAYOUT, NEW, rename=RENAME), saving.plan(NEW_LAYOUT, OLD, rename=back)
+_groups = lambda *paths: optim.groups({paths: RULE}, default=MOMENTUM)
+_turned = lambda at, function: {"transform": {at: function}}
+_MERGED = {"rename": {("a", "b"): "ab"}, "transform": {("a", "b"): JOIN}}
+_AB, _FEWER, _WIDE = {"ab": ramp(4), "c": ramp(3)}, {"a": ramp(2), "z": ramp(3)}, {"w": ramp(2, 4)}
+_SQUARE, _ONE, _LOOSE = {"w": ramp(3, 3)}, [ramp(2, 3)], {"strict": False}
+_DROPS_B = {"rename": {"c": "z", "b": None}}
+_OTHER_SHAPES = "is made of .* parameters' shapes, and not all alike: .*begin with a fresh state"
+_COMPUTES = r"lambda at .*:\d+, from \['c'\] to \['c'\], changes or repeats them; use the plan"
+_NO_STATE = "expected a state of optim.trainable, .*; got names such as "
+_ELSEWHERE = r"like has float32\[2\] at 'z', but the plan's model has none there.*write like=tx\.init\(model\)"
+# The model before and after, the arguments of the plan, the states before and after or their rules, and the words.
+REFUSED = {
+    "another rule": (MODEL, MODEL, {}, MOMENTUM, RULE, "nothing at '0.count', .* another transformation"),
+    "the other way round": (MODEL, MODEL, {}, RULE, MOMENTUM, "nothing at '0.trace.a', .* another"),
+    "one that keeps no count": (MODEL, MODEL, {}, RULE, optax.sgd(0.1), r"runs\.0\.0\.\w+.*, .* has no place: it was"),
+    "one that keeps more": (MODEL, MODEL, {}, RULE, optax.amsgrad(0.1), "another transformation"),
+    "another group": (MODEL, MODEL, {}, _groups("a"), _groups("a", "b"), "parameter is now in another group"),
+    "no state": (MODEL, MODEL, {}, MODEL, RULE, f"{_NO_STATE}a, b, c"),
+    "plain Optax": (MODEL, MODEL, {}, RULE.init(MODEL), RULE, rf"{_NO_STATE}0\.count.*optim\.from_optax\(tx, "),
+    "other shapes": (_WIDE, _WIDE, {}, optax.adafactor(0.1), FACTORS, "made by another transformation"),
+    "a function that computes": (MODEL, MODEL, _turned("c", lambda c: 2 * c), RULE, RULE, _COMPUTES),
+    "factors, transposed": (_SQUARE, _SQUARE, _turned("w", jnp.transpose), FACTORS, FACTORS, _OTHER_SHAPES),
+    "factors, flipped": (_SQUARE, _SQUARE, _turned("w", jnp.flip), FACTORS, FACTORS, _OTHER_SHAPES),
+    "factors of a stack": (_ONE, [[ramp(3)] * 2], {"rename": {"0": "0.*"}}, FACTORS, FACTORS, _OTHER_SHAPES),
+    "accumulators, transposed": (
+        *(_ONE, [ramp(3, 2)], _turned("0", jnp.transpose), RULES["sm3"], RULES["sm3"]),
+        r"\[\(2,\)\] at '0\.mu\.\*\.0', which are",
+    ),
+    "a memory of fewer": (MODEL, _FEWER, _DROPS_B, LBFGS, LBFGS, "L-BFGS remembers steps of all"),
+    "a memory of more": (MODEL, MODEL | {"d": ramp(1)}, _LOOSE, LBFGS, LBFGS, "L-BFGS remembers steps"),
+    "several histories": (MODEL, MODEL, {}, RULE, lambda: history(optim.trainable, None, "a"), "got one with several"),
+    "apart": (MODEL, _AB, _MERGED, lambda: history(optim.trainable, "a", ("a", "b")), RULE, "'a' 4 steps, 'b' 2 steps"),
+    "one begins": (MODEL, _AB, _MERGED, lambda: history(optim.trainable, "a"), RULE, "'a' 2 steps, 'b' begins"),
+    "like another model": (MODEL, MODEL | {"c": ramp(3)}, {}, RULE, lambda: _state(model={"z": ramp(2)}), _ELSEWHERE),
+    "of another model": (MODEL, MODEL, {}, lambda: _state(model={"w": ramp(2)}), RULE, "the plan does not know 'w'"),
+    "of other shapes": (
+        *(MODEL, MODEL, {}, lambda: _state(model=MODEL | {"a": ramp(3)}), RULE),
+        r"expected float32\[2\] at 'a', .* got float32\[3\]",
+    ),
+}
 
 
-@_cases(CASES)
-def test_there_and_back(name, form):
-    rule, (there, back) = _rule(name, form), _plans()
-    state, like = _fresh(rule, OLD_LAYOUT, 7), _fresh(rule, NEW_LAYOUT)
-    carried = there.state(state, like)
-    assert jax.tree.structure(carried) == jax.tree.structure(like)
-    _assert_pieces(_pieces(_copies(carried)), _pieces(_copies(state), NAMES.__getitem__))
-    assert_same(back.state(carried, _fresh(rule, OLD_LAYOUT)), state)
+@pytest.mark.parametrize(("old", "new", "arguments", "before", "after", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused(old, new, arguments, before, after, words):
+    is_rule = lambda it: isinstance(it, optax.GradientTransformation)
+    before, after = (
+        _state(it, model) if is_rule(it) else it() if callable(it) else it
+        for it, model in ((before, old), (after, new))
+    )
+    refused(words, saving.plan(old, new, **arguments).state, before, after)
 
 
-@_cases([
-    ("adam", "vector"),
-    ("prodigy", "stacks"),
-    ("injected per leaf", "stacks"),
-    ("sm3", "tree"),
-    ("groups per leaf", "stacks"),
-])
-def test_what_begins_is_fresh_and_the_rest_as_it_was(name, form):
-    rule, model = _rule(name, form), OLD | MORE
-    layout = tp.layout(model)
-    state, like = _fresh(rule, OLD_LAYOUT, 7), _fresh(rule, layout)
-    made = saving.plan(OLD, model, strict=False).state(state, like)
-    assert [each.layout.paths for each in rule.histories(made)] == [OLD_LAYOUT.paths, ("begins", "late")]
-    assert [int(count) for count in made.counts] == [1, 0]
-    _assert_pieces(_pieces(_copies(made)), _pieces(_copies(state)))
-    begun, fresh = (_pieces(_copies(its, number)) for its, number in ((made, 1), (like, 0)))
-    _assert_pieces(begun, {at: fresh[at] for at in begun})
+@pytest.mark.usefixtures("without_type_checks")
+def test_like_is_a_fresh_state_and_states_have_values():
+    tx, model, more = made(optim.trainable, RULE), {"a": ramp(2)}, {"a": ramp(2), "b": ramp(2)}
+    plan, state = saving.plan(model, model), taken(_state(model=model))
+    for like, got in ((model, "dict"), (None, "NoneType"), (RULE.init(model), "tuple")):
+        refused(f"expected a fresh state of the new model, .*, got {got}", plan.state, state, like, kind=TypeError)
+    refused(r"outside of jax\.jit", jax.jit(lambda state: plan.state(state, tx.init(model))), state)
+    refused("no values", plan.state, jax.eval_shape(tx.init, model), state)
+    loose = saving.plan(model, more, strict=False)
+    refused("no values|without values", loose.state, state, jax.eval_shape(tx.init, more))
+    assert_same(plan.state(state, jax.eval_shape(tx.init, model)), state)  # where nothing is needed of it
 
 
-# -- Wrong before ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [lambda n: {"head": ramp(n, 3), "b": ramp(2)}, lambda n: [ramp(n, 3), ramp(7, 2)]])
-def test_a_padded_vector_is_not_opened_as_another_one(make, tmp_path):
-    """Of 10 classes or of 11 it is as long."""
-    path, runs = tmp_path / "run.safetensors", []
-    for classes in (10, 11):
-        layout = tp.layout(make(classes))
-        form = vector_of(layout, pad_to=128)
-        rule = Rule(optax.adam(0.1), None, lambda _, form=form: form)
-        vector, restructure = tp.ravel(make(classes), pad_to=128)
-        runs.append(({"vector": vector, "back": restructure}, {"vector": vector, "state": _fresh(rule, layout, 1)}))
-    for ours, theirs in zip(*runs, strict=True):
-        saving.save(path, ours)
-        assert_same(jax.tree.leaves(saving.load(path, ours)), jax.tree.leaves(ours))
-        with pytest.raises(ValueError, match=r"of shape \(11, 3\) in the tree, .*of shape \(10, 3\) in the file"):
-            saving.load(path, theirs)
-
-
-def test_a_vector_of_the_same_parameters_in_another_order_is_not_opened(tmp_path):
-    path = tmp_path / "run.safetensors"
-    one, other = (dataclasses.make_dataclass("Model", names) for names in (["a", "b"], ["b", "a"]))
-    for cls in (one, other):
-        jax.tree_util.register_dataclass(cls, [field.name for field in dataclasses.fields(cls)], [])
-    runs = [dict(zip(("vector", "back"), tp.ravel(cls(a=ramp(2), b=ramp(2) + 1)), strict=True)) for cls in (one, other)]
-    saving.save(path, runs[0])
-    with pytest.raises(ValueError, match=r"'back' opens, 'b' is \[0:2\] of shape \(2,\) in the tree, \[2:4\] of shape"):
-        saving.load(path, runs[1])
-    tx = optim.trainable(optax.adam(0.1), form="vector")
-    saving.save(path, tx.init(one(a=ramp(2), b=ramp(2))))
-    for like, names in (
-        ({"u": ramp(4)}, "u in the tree, a, b in the file"),
-        ({"a": ramp(4)}, "a in the tree, a, b in"),
-    ):
-        with pytest.raises(
-            ValueError, match=rf"(?s)does not fit.*state at '' holds {names}.*saving.plan\(path, model, ren"
-        ):
-            saving.load(path, tx.init(like))
+def test_frozen_without_a_step_in_between_some_wait():
+    tx, together = made(optim.trainable, RULE), history(optim.trainable, None)
+    apart, plan = optim.set_trainable(tx, together, MODEL, ("a", "c")), saving.plan(MODEL, _AB, **_MERGED)
+    words = r"'b' waits after 2 steps\), .*; freeze or thaw them together first"
+    refused(words, plan.state, apart, _state(model=_AB))
+    thawed = optim.set_trainable(tx, apart, MODEL)
+    assert_same(plan.state(thawed, _state(model=_AB)), plan.state(together, _state(model=_AB)))

@@ -1,4 +1,7 @@
-"""Saves that do not end: the old file stays, or the new one is there, and nothing else lies about."""
+"""Saves that do not end: the old file stays, or the new one is there. What another process does.
+
+No array is made when this file is imported: the other process forks first.
+"""
 
 import errno
 import json
@@ -6,30 +9,26 @@ import os
 import pathlib
 import resource
 import signal
+import struct
+import subprocess
 import sys
+from unittest import mock
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from treeparams import saving
+import treeparams as tp
+from treeparams import optim, saving
 from treeparams._files import file as files, source as replacement
 
-from .test_faults import tree_of
+from ..zoo import ramp
+from .files import assert_bits, fill_of, names_in, refused, taken, tree_of
 
-
-def names_in(folder):
-    return sorted(each.name for each in folder.iterdir())
-
-
-def fill_of(path):
-    return float(saving.load(path, tree_of(0))["first"][0, 0])
-
-
-def failing(error):
-    def fails(*_, **__):
-        raise error
-
-    return fails
+failing = lambda error: mock.Mock(side_effect=error)
 
 
 def test_all_is_on_the_disk_before_it_takes_the_place_of_the_old_file(tmp_path, monkeypatch):
@@ -58,8 +57,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         for error in (OSError(errno.ENOSPC, "full"), KeyboardInterrupt("full")):
             with monkeypatch.context() as patch:
                 patch.setattr(os, call, failing(error))
-                with pytest.raises(type(error), match="full"):
-                    saving.save(path, tree_of(2))
+                refused("full", saving.save, path, tree_of(2), kind=type(error))
             assert (names_in(tmp_path), fill_of(path)) == (["m"], 1)
 
 
@@ -78,15 +76,13 @@ def test_a_file_system_without_locks_without_fsync_or_without_lists(tmp_path, mo
 
 def test_where_nothing_can_be_written_or_read(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    refused = {"none/m": FileNotFoundError, "file/m": NotADirectoryError, "": IsADirectoryError, "/proc/m": OSError}
-    for path, error in refused.items():
-        with pytest.raises(error):
-            saving.save(tmp_path / path, tree_of(1))
+    wrong = {"none/m": FileNotFoundError, "file/m": NotADirectoryError, "": IsADirectoryError, "/proc/m": OSError}
+    for path, kind in wrong.items():
+        refused(None, saving.save, tmp_path / path, tree_of(1), kind=kind)
     assert names_in(tmp_path) == ["file"]
-    for read in (saving.metadata, lambda path: saving.load(path, {})):
-        for path, error in {"none": FileNotFoundError, "": IsADirectoryError}.items():
-            with pytest.raises(error):
-                read(tmp_path / path)
+    for path, kind in {"none": FileNotFoundError, "": IsADirectoryError}.items():
+        refused(None, saving.metadata, tmp_path / path, kind=kind)
+        refused(None, saving.load, tmp_path / path, {}, kind=kind)
 
 
 def test_what_another_process_writes_is_left_alone(tmp_path, monkeypatch):
@@ -115,7 +111,8 @@ def test_a_link_stays_one(tmp_path):
     assert (names_in(tmp_path), names_in(target.parent)) == (["link", "there"], ["m"])
 
 
-def test_others_may_read_it_as_any_new_file_and_a_replaced_one_as_before(tmp_path):
+def test_others_may_read_it_as_any_new_file_and_a_replaced_one_as_before(tmp_path, monkeypatch):
+    path, modes, pieces_of = tmp_path / "m", [], files._pieces_of
     for umask in (0o022, 0o077):
         before = os.umask(umask)
         try:
@@ -123,8 +120,13 @@ def test_others_may_read_it_as_any_new_file_and_a_replaced_one_as_before(tmp_pat
         finally:
             os.umask(before)
         assert (tmp_path / f"{umask}").stat().st_mode & 0o777 == 0o666 & ~umask
-    path = tmp_path / "m"
+
+    def note_mode(leaf):
+        modes.extend(each.stat().st_mode & 0o777 for each in tmp_path.glob(".*.unfinished"))
+        return pieces_of(leaf)
+
     saving.save(path, tree_of(1))
+    monkeypatch.setattr(files, "_pieces_of", note_mode)
     for mode in (0o600, 0o664, 0o2750, 0o4755):
         if os.geteuid() == 0:
             os.chown(path, 1234, 5678)
@@ -134,6 +136,7 @@ def test_others_may_read_it_as_any_new_file_and_a_replaced_one_as_before(tmp_pat
         after = path.stat()
         assert after.st_ino != before.st_ino
         assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert set(modes) == {0o600}  # nobody else reads it while it is written
 
 
 @pytest.mark.parametrize(("mode", "want"), [(0o4755, 0o755), (0o6770, 0o700), (0o664, 0o644), (0o604, 0o604)])
@@ -148,15 +151,11 @@ def test_a_file_that_gets_another_owner_allows_no_more_than_before(tmp_path, mon
     assert path.stat().st_mode & 0o7777 == want
 
 
-# -- Live buffers ------------------------------------------------------------------------------------------------------
-
-LARGE = 300_000  # more than is written at once
-
-
 def test_an_array_that_changes_while_it_is_written(tmp_path, monkeypatch):
     """As another thread may change a replay buffer, at the worst moment: between the checksum and the write."""
     crc32 = files.crc32
-    for live in (np.zeros(10), np.zeros(LARGE), np.zeros(2 * LARGE)[::2], np.zeros((600, 500)).T, np.zeros(())):
+    large = 300_000  # more than is written at once
+    for live in (np.zeros(10), np.zeros(large), np.zeros(2 * large)[::2], np.zeros((600, 500)).T, np.zeros(())):
 
         def and_change(piece, value=0, live=live):
             value = crc32(piece, value)
@@ -170,23 +169,6 @@ def test_an_array_that_changes_while_it_is_written(tmp_path, monkeypatch):
         got = saving.load(tmp_path / "m", {"live": np.zeros_like(live)})["live"]
         assert len(np.unique(got)) == (max(1, -(-live.nbytes // (1 << 20))) if live.flags.c_contiguous else 1)
         assert live.min() > got.max()
-
-
-def test_nobody_else_reads_a_private_file_while_it_is_written(tmp_path, monkeypatch):
-    path, modes, pieces_of = tmp_path / "m", [], files._pieces_of
-
-    def note_mode(leaf):
-        modes.extend(each.stat().st_mode & 0o777 for each in tmp_path.glob(".*.unfinished"))
-        return pieces_of(leaf)
-
-    saving.save(path, tree_of(1))
-    path.chmod(0o600)
-    monkeypatch.setattr(files, "_pieces_of", note_mode)
-    saving.save(path, tree_of(2))
-    assert set(modes) == {0o600}
-
-
-# -- At one time -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", ["replace", "flock"])
@@ -203,6 +185,79 @@ def test_a_save_within_a_save_disturbs_neither(tmp_path, monkeypatch, moment):
     monkeypatch.setattr(module, moment, save_and_call)
     saving.save(path, tree_of(1))
     assert (names_in(tmp_path), fill_of(path)) == (["m"], 1)  # the last one wins
+
+
+# -- In another process ------------------------------------------------------------------------------------------------
+
+RULE = optax.sgd(optax.linear_schedule(0.1, 0.0, 20), momentum=0.9)
+TXS = {form: optim.trainable(RULE, form=form) for form in ("tree", "vector", "stacks")}
+
+
+@pytest.fixture(scope="module")
+def other(trained, tmp_path_factory, request):
+    """One process that does all this, and what it has found: starting it takes longest."""
+    folders, is_long = [str(tmp_path_factory.mktemp("writing")) for _ in range(2)], request.config.getoption("--long")
+    code = (
+        "from tests.saving.test_writing import *\n"
+        f"saves_that_end_early({folders[0]!r}, {is_long})\n"
+        f"processes_at_one_file({folders[1]!r}, {is_long})\n"
+        f"go_on({str(trained[0])!r})\n"
+        "receive()"
+    )
+    arguments, root = [sys.executable, "-W", "ignore", "-c", code], pathlib.Path(__file__).parents[2]
+    with subprocess.Popen(arguments, stdin=-1, stdout=-1, cwd=root, env=os.environ | {"XLA_FLAGS": ""}) as process:
+        yield process, [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.stdin.close()
+
+
+def begun(seed):
+    """A tied model, an optimiser, a key and an average, for each form of the optimiser."""
+    runs = {}
+    for name, tx in TXS.items():
+        shared = ramp(2, 3, start=seed)
+        model = {"embed": shared, "head": shared, "bias": ramp(3, start=seed), "n": jnp.asarray(np.int32(seed))}
+        run = {"model": model, "state": tx.init(model), "average": tp.Ema(model, 0.5), "key": jax.random.key(seed)}
+        runs[name] = run
+    return runs
+
+
+@tp.jit
+def step(runs):
+    done = {}
+    with jax.numpy_dtype_promotion("standard"):
+        for name, run in runs.items():
+            model, (key, now) = run["model"], jax.random.split(run["key"])
+            noise = jax.random.normal(now, (3,))
+            grads = {"embed": jnp.cos(model["embed"]) * noise[None], "bias": noise}
+            model, state = optim.step(TXS[name], grads, run["state"], model)
+            model |= {"n": model["n"] + 1}
+            done[name] = {"model": model, "state": state, "average": run["average"].update(model), "key": key}
+    return done
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs in the middle of their training, and the folder in which they are saved."""
+    folder, runs = tmp_path_factory.mktemp("states"), begun(3)
+    for form, tx in TXS.items():
+        state = taken(runs[form]["state"])
+        for trainable in ("bias", None):  # a part is frozen for a step, and thawed
+            state = taken(optim.set_trainable(tx, state, runs[form]["model"], trainable), 1)
+        runs[form]["state"] = state
+    saving.save(folder / "before", runs)
+    return folder, runs
+
+
+def go_on(folder):
+    """In the other process: the runs as they were saved, one step, and saved again."""
+    saving.save(f"{folder}/after", step(saving.load(f"{folder}/before", begun(5))))
+
+
+def test_training_goes_on_in_another_process_bit_for_bit(trained, other):
+    folder, runs = trained
+    assert [[int(count) for count in run["state"].counts] for run in runs.values()] == [[4, 3]] * 3
+    want = step(runs)
+    assert assert_bits(saving.load(folder / "after", want), want) > 30
 
 
 def forks_that_end(count, work):
@@ -223,7 +278,6 @@ def forks_that_end(count, work):
 
 
 def processes_at_one_file(folder, is_long):
-    """In a process of its own, by test_states: savers of one path, and readers of one open file."""
     path = pathlib.Path(folder, "shared")
     many, rounds = {f"w{i}": np.full(50 + i, i, "f") for i in range(8)}, 2000 if is_long else 20
 
@@ -248,11 +302,15 @@ def processes_at_one_file(folder, is_long):
     print(json.dumps({"savers": [errors, is_whole, left], "readers": forks_that_end(8, errors_of_a_reader)}))
 
 
-# -- Killed ------------------------------------------------------------------------------------------------------------
+def test_processes_that_save_to_one_path_or_read_from_one_file(other):
+    found = other[1][1]
+    errors, values, left = found["savers"]
+    assert (errors, left) == (0, ["shared"])
+    assert values in [[[number]] * 3 for number in range(8)]  # all of one saver
+    assert found["readers"] == 0
 
 
 def saves_that_end_early(folder, is_long):
-    """In a process of its own, by test_states: saves that are killed or find the disk full, and what they leave."""
     path = pathlib.Path(folder, "m")
     found = {"killed": [], "full": []}
 
@@ -290,14 +348,14 @@ def saves_that_end_early(folder, is_long):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     saving.save(path, tree_of(1))
-    size, line, ending = path.stat().st_size, 0, ""
+    places, line, ending = np.linspace(0, path.stat().st_size - 1, 5).astype(int).tolist(), 0, ""
     while ending != "done":
         ending = in_a_fork(kill_at_line, line)
         report("killed", ending)
-        line += 1 if is_long else 3
-    for at in np.linspace(0, size - 1, 5).astype(int).tolist():
+        line += 1 if is_long else 4
+    for at in places:
         report("killed", in_a_fork(kill_at_byte, at))
-    for at in np.linspace(0, size - 1, 5).astype(int).tolist():
+    for at in places:
         resource.setrlimit(resource.RLIMIT_FSIZE, (at, resource.RLIM_INFINITY))
         try:
             saving.save(path, tree_of(2))
@@ -306,3 +364,70 @@ def saves_that_end_early(folder, is_long):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         report("full", ending)
     print(json.dumps(found))
+
+
+def test_a_save_that_is_killed_or_finds_the_disk_full_leaves_the_old_file_or_the_new(other):
+    found = other[1][0]
+    *killed, done = [each for each in found["killed"] if each[0] != "SIGXFSZ"]
+    assert len(killed) >= 20
+    assert done == ["done", 2, 1]
+    assert {ending for ending, *_ in killed} == {"SIGKILL"}
+    assert [fill for _, fill, _ in killed] == sorted(fill for _, fill, _ in killed)  # the old one first, then the new
+    assert {fill for _, fill, _ in killed} == {1, 2}
+    assert {left for *_, left in killed} == {1, 2}  # what is left of some is gone after the next save
+    in_a_write = [each for each in found["killed"] if each[0] == "SIGXFSZ"]
+    assert in_a_write == [["SIGXFSZ", 1, 2]] * 5
+    assert found["full"] == [["EFBIG", 1, 1]] * 5
+
+
+class Net(eqx.Module):
+    embed: jax.Array
+    layers: list
+    head: jax.Array
+    mean: jax.Array = tp.field(trainable=False)
+
+
+class Other(Net):
+    pass
+
+
+def raveled(cls):
+    shared, layers = ramp(4, 3), [(jnp.zeros((3, 3), jnp.bfloat16), np.zeros(3, np.float32))]
+    model = cls(shared, layers, shared, jnp.zeros(2, jnp.float32))
+    return tp.ravel(model, tp.layout(model, ties={"head": "embed"}))
+
+
+def receive():
+    """In the other process: what it has, and then what each message makes of it."""
+    jax.config.update("jax_enable_x64", True)
+    (vector, restructure), version = raveled(Other), None
+    print(json.dumps([restructure.layout.digest, jax.device_count(), str(jnp.arange(1).dtype)]), flush=True)
+    while size := sys.stdin.buffer.read(8):
+        message = sys.stdin.buffer.read(struct.unpack("<q", size)[0])
+        try:
+            vector, version = saving.loads(message, vector, restructure, version=version)
+        except ValueError as error:
+            print("refused:", str(error).splitlines()[0], flush=True)
+        else:
+            print(version, np.asarray(vector).tobytes().hex(), flush=True)
+
+
+def test_two_processes_that_share_nothing_but_a_pipe(other):
+    process, found = other
+
+    def says(message):
+        process.stdin.write(struct.pack("<q", len(message)) + message)
+        process.stdin.flush()
+        return process.stdout.readline().decode().strip()
+
+    vector, restructure = raveled(Net)
+    vector += 1
+    told = np.asarray(vector).tobytes().hex()
+    assert found[2] == [restructure.layout.digest, 1, "int64"]
+    first = saving.dumps(vector, restructure, version=(1, 0))
+    assert says(first) == f"(1, 0) {told}"
+    assert says(first[:-1]).startswith("refused: the message is no message of saving.dumps, or damaged")
+    change = saving.dumps(vector.at[0].set(9), restructure, version=(1, 1), since=((1, 0), vector))
+    assert says(change).startswith("(1, 1) ")
+    assert says(first).startswith("refused: the message has version (1, 0), and you have (1, 1)")
+    assert says(saving.dumps(vector, restructure, version=(2, 0))) == f"(2, 0) {told}"
