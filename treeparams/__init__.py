@@ -29,7 +29,7 @@ import importlib as _importlib
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from ._average import Ema as Ema, ema as ema
+from ._average import Ema as Ema, copy as copy, ema as ema
 from ._diff import diff as diff
 from ._forms.restructure import Restructure as Restructure
 from ._forms.rolled import rolled as rolled
@@ -42,12 +42,10 @@ from ._reached import reached as reached
 from ._replace import replace as replace
 from ._slots.index import Slot as Slot
 from ._slots.layout import Layout as Layout, layout as layout
-from ._slots.match import project as project
-from ._slots.parts import Rest as Rest, combine as combine, partition as partition
+from ._slots.parts import Rest as Rest, combine as combine, partition as partition, project as project
 from ._slots.where import leaves as leaves
 from ._summary import summary as summary
 from ._tie import tie as tie, untie as untie
-from ._tree.copying import copy as copy
 from ._tree.declare import declare as declare, field as field
 from ._tree.text import answer_calls as _answer_calls
 from ._walk import (

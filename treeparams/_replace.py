@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from ._slots.accidents import note_ties
 from ._slots.layout import Layout, look_up
-from ._slots.where import name_of, read, select, subtreedefs
+from ._slots.where import name_of, read, select
 from ._tree.structure import Structure, is_array, structure_of
 from ._tree.text import describe, in_short
 from ._tree.types import value_of
@@ -94,10 +94,9 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
 
 def _nodes_named(structure: Structure, where: object) -> dict[int, Any]:
     """Returns for each leaf in a node that a `where` names, and that represents an array, where its leaves lie."""
-    spans = [span for match in read(structure, where)[0] for span in match.spans if span.number is not None]
     found = {}
-    for span in spans:
-        cls = structure.nodes[span.number].cls
+    for span in [span for match in read(structure, where)[0] for span in match.spans]:
+        cls = object if span.number is None else structure.nodes[span.number].cls
         # Nodes of `matrices`, or of paramax, whose `NonTrainable` is the array that it holds.
         if hasattr(cls, "to_dense") or (hasattr(cls, "unwrap") and cls.__name__ != "NonTrainable"):
             found |= dict.fromkeys(range(span.start, span.stop), span)
@@ -110,11 +109,10 @@ def _settable_node(structure: Structure, leaf: int, where: object, span: Any, le
         return None
     cls = structure.nodes[span.number].cls
     if getattr(cls, "is_made_of_its_value", False):
-        return jtu.tree_unflatten(subtreedefs(structure)[span.number], leaves[span.start : span.stop])
-    raise TypeError(
-        f"{name_of(where)} names a {cls.__name__}, whose value is computed from the arrays in it: name one of "
-        f"these, such as {structure.paths[leaf]!r}, or put another node there, eqx.tree_at(where, model, node)"
-    )
+        return jtu.tree_unflatten(structure.subtreedefs[span.number], leaves[span.start : span.stop])
+    what = f"{name_of(where)} names a {cls.__name__}, whose value is computed from the arrays in it"
+    remedy = f"name one of these, such as {structure.paths[leaf]!r}, or put another node there"
+    raise TypeError(f"{what}: {remedy}, eqx.tree_at(where, model, node)")
 
 
 def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, at_hand: Any) -> Any:
@@ -143,7 +141,6 @@ def _called(where: object, value: Any, path: str, at_hand: Any) -> Any:
     try:
         return value(at_hand)
     except TypeError as error:
-        raise TypeError(
-            f"the function given for {name_of(where)} is called with one argument, the array at {path!r}; for an "
-            f"initialiser write lambda w: init(key, w.shape, w.dtype). It failed with {in_short(error)}"
-        ) from error
+        what = f"the function given for {name_of(where)} is called with one argument, the array at {path!r}"
+        remedy = "for an initialiser write lambda w: init(key, w.shape, w.dtype)"
+        raise TypeError(f"{what}; {remedy}. It failed with {in_short(error)}") from error
