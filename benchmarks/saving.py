@@ -105,7 +105,9 @@ def _shapes(leaves: int, total: int) -> Any:
 
 
 def _by_name(model: Any) -> dict[str, jax.Array]:
-    return {f"{i:05}": leaf for i, leaf in enumerate(jax.tree.leaves(model))}  # sorted as the leaves are
+    """The arrays by their paths, as in a file of treeparams; numbered, so that they are sorted as the leaves are."""
+    leaves = jax.tree_util.tree_flatten_with_path(model)[0]
+    return {f"{i:05}{jax.tree_util.keystr(path)}": leaf for i, (path, leaf) in enumerate(leaves)}
 
 
 def _to_disk(path: str) -> None:
@@ -116,7 +118,10 @@ def _to_disk(path: str) -> None:
 
 
 def _save_with_safetensors(path: str, model: Any) -> None:
-    safetensors.flax.save_file(_by_name(model), path)
+    unfinished = f"{path}.unfinished"
+    safetensors.flax.save_file(_by_name(model), unfinished)
+    _to_disk(unfinished)
+    os.replace(unfinished, path)  # so that a killed process leaves the old file whole
     _to_disk(path)
 
 
