@@ -4,7 +4,8 @@ The numbers are float32 of random bits, so that nothing can be compressed, in le
 puts temporary ones (the variable TMPDIR says where), which should be a local disk. Every save ends when the file and
 its folder are on the disk (`fsync`), that of Orbax when it says so; what was written before is on the disk by then, and
 the file of the round before is gone. Loads find the file in memory; they end with arrays in JAX. The yardstick of both
-is `safetensors.flax`. A pass of `zlib.crc32` over the same bytes stands beside it, and is in no other column but those
+is `safetensors.flax`, which is given arrays by their paths and writes a file that then gets its name, as `saving.save`
+does. A pass of `zlib.crc32` over the same bytes stands beside it, and is in no other column but those
 of treeparams with checksums. A plan is made and applied, as it is to a file whose names are others. Of a load of 5000
 leaves, `jax.device_put` takes three quarters of what safetensors takes for all of it, and reading takes the rest. What
 this library adds is 10 us per leaf.
