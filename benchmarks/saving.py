@@ -4,7 +4,8 @@ The numbers are float32 of random bits, so that nothing can be compressed, in le
 puts temporary ones (the variable TMPDIR says where), which should be a local disk. Every save ends when the file and
 its folder are on the disk (`fsync`), that of Orbax when it says so; what was written before is on the disk by then, and
 the file of the round before is gone. Loads find the file in memory; they end with arrays in JAX. The yardstick of both
-is `safetensors.flax`. A pass of `zlib.crc32` over the same bytes stands beside it, and is in no other column but those
+is `safetensors.flax`, which is given arrays by their paths and writes a file that then gets its name, as `saving.save`
+does. A pass of `zlib.crc32` over the same bytes stands beside it, and is in no other column but those
 of treeparams with checksums. A plan is made and applied, as it is to a file whose names are others. Of a load of 5000
 leaves, `jax.device_put` takes three quarters of what safetensors takes for all of it, and reading takes the rest. What
 this library adds is 10 us per leaf.
@@ -105,7 +106,9 @@ def _shapes(leaves: int, total: int) -> Any:
 
 
 def _by_name(model: Any) -> dict[str, jax.Array]:
-    return {f"{i:05}": leaf for i, leaf in enumerate(jax.tree.leaves(model))}  # sorted as the leaves are
+    """The arrays by their paths, as in a file of treeparams; numbered, so that they are sorted as the leaves are."""
+    leaves = jax.tree_util.tree_flatten_with_path(model)[0]
+    return {f"{i:05}{jax.tree_util.keystr(path)}": leaf for i, (path, leaf) in enumerate(leaves)}
 
 
 def _to_disk(path: str) -> None:
@@ -116,7 +119,10 @@ def _to_disk(path: str) -> None:
 
 
 def _save_with_safetensors(path: str, model: Any) -> None:
-    safetensors.flax.save_file(_by_name(model), path)
+    unfinished = f"{path}.unfinished"
+    safetensors.flax.save_file(_by_name(model), unfinished)
+    _to_disk(unfinished)
+    os.replace(unfinished, path)  # so that a killed process leaves the old file whole
     _to_disk(path)
 
 
