@@ -387,7 +387,7 @@ def test_each_step_is_that_of_the_rule_times_the_factor(way):
 
 @forms
 def test_traced_factors_in_one_program_and_their_dtypes(form):
-    model = {"low": jnp.ones(3, jnp.bfloat16), "single": jnp.ones(2), "complex": jnp.ones(2, jnp.complex64)}
+    model = {"low": jnp.full(3, 5.84375, "bfloat16"), "single": jnp.ones(2), "complex": jnp.ones(2, jnp.complex64)}
     model = model if form is not VECTOR else {"low": model["low"], "other": jnp.ones(2, jnp.bfloat16)}
     name = [*model][-1]
     rule = lambda slow: form(optax.chain(optax.scale(-1.0), optim.scaled({"low": slow, name: 2})))
@@ -400,7 +400,7 @@ def test_traced_factors_in_one_program_and_their_dtypes(form):
 
     got = updates(jnp.float32([1, 1 / 3]))
     assert {name: leaf.dtype for name, leaf in got.items()} == {name: leaf.dtype for name, leaf in model.items()}
-    np.testing.assert_array_equal(got["low"], jnp.bfloat16([[-1] * 3, [-1 / 3] * 3]))
+    np.testing.assert_array_equal(got["low"], jnp.bfloat16([[-5.84375] * 3, [-5.84375 / 3] * 3]))
     np.testing.assert_array_equal(got[name], np.full((2, 2), -2))
 
 

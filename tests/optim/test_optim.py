@@ -285,6 +285,7 @@ def test_dtypes_never_drift(form):
 clip, injected = optim.clip_by_global_norm(0.5), optax.inject_hyperparams(optax.sgd)(0.1)
 TRANSFORMATIONS = {
     "flat": (optax.contrib.schedule_free_sgd(0.1), "vector"),
+    "which keeps parameters": (optax.contrib.schedule_free_sgd(0.1), "tree"),
     "groups": (optax.chain(clip, optim.groups({"b": injected}, default=optax.MultiSteps(optax.adam(0.1), 3))), "tree"),
     "stacked groups": (optim.groups({"b": LINE_SEARCH}, default=optim.per_leaf(optax.lamb(0.1))), "stacks"),
 }

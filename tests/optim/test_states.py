@@ -221,7 +221,7 @@ steps_of_two = lambda rule: optax.MultiSteps(rule, 2).gradient_transformation()
 RULES = {
     "momentum": (optax.sgd(0.1, momentum=0.9),) * 2,
     "clip": (CLIPPED,) * 2,
-    "several": (steps_of_two(optax.adam(0.1)),) * 2,
+    "several": (steps_of_two(optax.sgd(0.1, momentum=0.9)),) * 2,
     "injected": (RATES,) * 2,
     "factored": (FACTORS,) * 2,
     "by name": (optim.groups({"w": optax.adam(0.1)}, default=optax.sgd(0.1, momentum=0.5)),) * 2,
