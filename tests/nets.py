@@ -71,3 +71,20 @@ def started(tx=ADAM, rules=SPLIT, form="vector", mesh=None, *, of=loss, model=No
     plan = sharding.plan(layout, mesh or mesh_of(), rules, form=form)
     init, step = sharding.make_step(of, tx, plan, **options)
     return plan, step, *init(model)
+
+
+def by_optax(of, tx, params, batches):
+    """The parameters after each step by Optax alone, on one device, and the values of `of(params, *batch)` there."""
+
+    @jax.jit
+    def step(params, state, batch):
+        value, gradient = jax.value_and_grad(of)(params, *batch)
+        gradient = jax.tree.map(jnp.conj, gradient)
+        updates, state = optax.with_extra_args_support(tx).update(gradient, state, params, value=value)
+        return optax.apply_updates(params, updates), state, value
+
+    state, found = tx.init(params), []
+    for batch in batches:
+        params, state, value = step(params, state, batch)
+        found.append((params, value))
+    return tuple(zip(*found, strict=True))

@@ -18,7 +18,7 @@ from treeparams.optim._step import Rule
 from treeparams.sharding import _placement
 
 from ..long import LONG
-from ..nets import AUTO, EXPLICIT, mesh_of
+from ..nets import AUTO, EXPLICIT, by_optax, mesh_of
 from ..zoo import assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
@@ -49,14 +49,11 @@ def in_plans(monkeypatch):
     monkeypatch.setitem(_placement.MAKERS, "dtypes", dtypes_of)
 
 
-def layers_of(count, start):
-    bias = lambda i: ramp(4, dtype=jnp.bfloat16, start=start + i) / jnp.bfloat16(64)
-    return [{"b": bias(i), "w": ramp(4, 4, start=start + i) / 64} for i in range(count)]
-
-
-def model_of(start=0.0):
-    """70 parameters in two dtypes."""
-    return {"layers": layers_of(35, start), "scale": jnp.ones(4), "steps": jnp.array(3)}
+def model_of():
+    """Six parameters in two dtypes."""
+    bias = lambda i: ramp(4, dtype=jnp.bfloat16, start=i) / jnp.bfloat16(64)
+    layers = [{"b": bias(i), "w": ramp(4, 4, start=i) / 64} for i in range(3)]
+    return {"layers": layers, "scale": jnp.ones(4), "steps": jnp.array(3)}
 
 
 LAYOUT = tp.layout(model_of(), freeze="scale")
@@ -64,9 +61,9 @@ BATCH = tuple(np.random.default_rng(0).normal(size=(2, 8, 4)).astype(np.float32)
 
 
 def loss(model, x, y):
-    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model["layers"])  # a scan is compiled once for all
-    of = lambda x, each: (x + 0.1 * jnp.tanh(x @ each["w"] + each["b"].astype(jnp.float32)[None]), None)
-    return jnp.mean((jax.lax.scan(of, x, layers)[0] * model["scale"][None] - y) ** 2)
+    for each in model["layers"]:
+        x = x + 0.1 * jnp.tanh(x @ each["w"] + each["b"].astype(jnp.float32)[None])
+    return jnp.mean((x * model["scale"][None] - y) ** 2)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -102,11 +99,9 @@ RULES = {
 
 def test_what_it_is():
     form, slots = dtypes_of(LAYOUT, 128), tp.trainables(model_of(), LAYOUT)
-    assert len(slots) == 70
     joined = form.join([*slots.values()])
-    assert {key: (leaf.shape, leaf.dtype) for key, leaf in joined.items()} == {
-        "bfloat16": ((256,), jnp.bfloat16),
-        "float32": ((640,), jnp.float32),
+    assert {key: (leaf.shape, str(leaf.dtype)) for key, leaf in joined.items()} == {
+        key: ((128,), key) for key in ("bfloat16", "float32")
     }
     assert_same(form.cut(joined), [*slots.values()])
 
@@ -114,14 +109,11 @@ def test_what_it_is():
 def test_it_trains_freezes_and_thaws():
     rule = RULES["several steps"]
     found = []
-    for tx in (
-        dtypes(rule, LAYOUT),
-        optim.trainable(rule, LAYOUT, form="stacks"),
-    ):  # which equals Optax leaf by leaf, and compiles fast
+    for tx in (dtypes(rule, LAYOUT), optim.trainable(rule, LAYOUT, form="stacks")):  # which equals Optax leaf by leaf
         model = model_of()
         model, state = trained(tx, tx.init(model), model, 3)
         models = [model]
-        for layout in (LAYOUT.freeze(["layers.[0-9].w", "layers.1*.b"]), LAYOUT):
+        for layout in (LAYOUT.freeze(["layers.[01].w", "layers.1.b"]), LAYOUT):
             state = optim.set_trainable(tx, state, model, layout)
             model, state = trained(tx, state, model, 2)
             models.append(model)
@@ -136,12 +128,12 @@ def test_it_trains_freezes_and_thaws():
 
 def test_what_is_frozen_waits_and_a_vector_has_no_holes():
     tx, model, state = after_three_of_adam()
-    assert {key: leaf.shape for key, leaf in state.runs[0][0].mu.items()} == {"bfloat16": (140,), "float32": (560,)}
+    assert {key: leaf.shape for key, leaf in state.runs[0][0].mu.items()} == {"bfloat16": (12,), "float32": (48,)}
     frozen = optim.set_trainable(tx, state, model, LAYOUT.freeze("layers.0"))
-    assert {key: leaf.shape for key, leaf in frozen.runs[0][0].mu.items()} == {"bfloat16": (136,), "float32": (544,)}
+    assert {key: leaf.shape for key, leaf in frozen.runs[0][0].mu.items()} == {"bfloat16": (8,), "float32": (32,)}
     assert_same(optim.set_trainable(tx, frozen, model, LAYOUT), state)
     updates, _ = tx.update({"layers": [{"w": jnp.ones((4, 4))}]}, state, model)
-    assert np.all(updates["layers"][34]["w"] != 0)
+    assert np.all(updates["layers"][2]["w"] != 0)
 
 
 def test_it_is_saved(tmp_path):
@@ -157,22 +149,6 @@ def test_it_is_saved(tmp_path):
 # -- Over devices ------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def on_one_device(rule):
-    model, tx = model_of(), optim.trainable(rule, LAYOUT, form="stacks")
-    state, values = tx.init(model), []
-
-    @jax.jit
-    def step(model, state):
-        value, gradient = tp.value_and_grad(loss, LAYOUT)(model, *BATCH)
-        return *optim.step(tx, gradient, state, model), value
-
-    for _ in range(3):
-        model, state, value = step(model, state)
-        values.append(value)
-    return model, values
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "takes"), [("clip", EXPLICIT, "form"), pytest.param("several steps", AUTO, "model", marks=LONG)]
 )
@@ -183,14 +159,15 @@ def test_it_lies_over_devices(name, kind, takes, in_plans):
     of = loss if takes == "model" else lambda params, restructure, *batch: loss(restructure(params), *batch)
     init, step = sharding.make_step(of, rule, plan, average=0.9, loss_takes=takes)
     params, state = init(model)
-    want, values = on_one_device(rule)
+    whole, rest = tp.partition(model_of(), LAYOUT)
+    after, values = by_optax(lambda params, *batch: loss(tp.combine(params, rest), *batch), rule, whole, [BATCH] * 3)
     for expected in values:
         params, state, value = step(params, state, *BATCH)
         np.testing.assert_allclose(value, expected, 1e-3)
-    assert_near(plan.model(params, state), want, 1e-3)
+    assert_near(plan.model(params, state), tp.combine(after[-1], rest), 1e-3)
     split = [leaf for leaf in jax.tree.leaves((params, state.rule)) if leaf.ndim]
-    assert {leaf.addressable_shards[0].data.size for leaf in split} == {64, 160}
-    assert "dtypes, padded to 896 elements over ('data': 4): 3,088 bytes (16 frozen), 772 on each device" in repr(plan)
+    assert {leaf.addressable_shards[0].data.size for leaf in split} == {32}
+    assert "dtypes, padded to 256 elements over ('data': 4): 784 bytes (16 frozen), 196 on each device" in repr(plan)
 
 
 def test_what_it_cannot_be_over_devices(in_plans):

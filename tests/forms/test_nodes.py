@@ -1,5 +1,7 @@
-"""Nodes of one kind as one: `restructure.repeated`, `.scan` and `.part`, over stacks and over a vector."""
+"""Nodes of one kind as one: `restructure.repeated`, `scan` and `part`, over stacks and a vector; and which nodes."""
 
+import functools
+import re
 from collections.abc import Callable
 
 import equinox as eqx
@@ -11,6 +13,7 @@ import pytest
 import treeparams as tp
 
 from ..long import some
+from ..matrices.zoo import equations
 from ..zoo import Pair, assert_close, assert_same, inexact_leaves, ramp
 
 FORMS = pytest.mark.parametrize("form", [tp.stack, tp.ravel], ids=["stacks", "vector"])
@@ -70,6 +73,11 @@ def _transposed_from_outside():
     return {"layers": [{"out": table.T, "own": ramp(2, start=k)} for k in range(3)], "table": table}
 
 
+def _tied_to_others_before():
+    table = [ramp(2, start=k) for k in range(3)]
+    return {"before": table, "layers": [{"own": ramp(2, start=9 + k), "tied": each} for k, each in enumerate(table)]}
+
+
 def _last_two(x):
     return x[-2:]
 
@@ -96,6 +104,12 @@ CASES = {
     "mixed dtypes": (lambda: list(map(MIXED, range(3))), "layers.*", {}),
     "tied across all": (_tied_across_all, "layers.*", {}),
     "tied across two": (_tied_across_two, "layers.*", {}),
+    "tied to others before": (_tied_to_others_before, "layers.layers.*", {}),
+    "tied to a later one": (
+        lambda: [{name: ramp(2, start=k + (name == "b")) for name in "abc"} for k in range(3)],
+        "layers.*",
+        {"ties": {f"layers.{k}.a": f"layers.{k}.c" for k in range(3)}},
+    ),
     "transposed within": (
         _transposed_within,
         "layers.*",
@@ -112,15 +126,13 @@ CASES = {
         {"ties": {f"layers.layers.{k}.t": (f"layers.of.{k}", _last_two) for k in range(2)}},
     ),
     "empty leaves": (
-        lambda: [{"e": ramp(0, 3), "n": ramp(2, 0), "s": ramp(start=k)} for k in range(3)],
-        "layers.*",
-        {},
-    ),
-}
+        lambda: [{"e": ramp(0, 3), "n": ramp(2, 0), "s": ramp(start=k)} for k in range(3)], "layers.*", {}),
+}  # fmt: skip
 NAMED = {  # the nodes, where they are not all that stand in `layers`
     "by class": lambda layers: [layers["x"][0], layers["y"][0], layers["y"][1][0]],
     "by list of globs": lambda layers: [layers[0], layers[1], layers[3]],
     "nested": lambda layers: [layer for block in layers for layer in block["layers"]],
+    "tied to others before": lambda layers: layers["layers"],
     "transposed from outside": lambda layers: layers["layers"],
     "slices of unlike sizes": lambda layers: layers["layers"],
 }
@@ -128,35 +140,17 @@ NAMED = {  # the nodes, where they are not all that stand in `layers`
 TWICE = ("modules", "trained in one alone")
 EAGERLY = ("modules", "keys", "all frozen", "tied across two")  # and outside of `jit`
 OVER_A_VECTOR = ("modules", "trained in one alone", "mixed dtypes", "transposed from outside", "slices of unlike sizes")
+# Which nodes there are is found before any form is asked where they lie.
 LONG_CASES = [(tp.ravel, "trained in one alone"), *((tp.stack, name) for name in ("named tuples", "by class"))]
-
-
-def nodes_of(name, model):
-    layers = model["layers"]
-    plain = lambda layers: [layers[name] for name in sorted(layers)] if isinstance(layers, dict) else list(layers)
-    return NAMED.get(name, plain)(layers)
 
 
 def measure(node):
     """A smooth function of all numbers in a node, different in each place."""
-    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     leaves = jax.tree.leaves(eqx.filter(node, eqx.is_array))
-    return _measure([jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves])
-
-
-@jax.jit
-def _measure(leaves):
-    total = jnp.float32(1)
-    for place, leaf in enumerate(leaves):
-        total = (1.1 + place) * total + jnp.sum(jnp.sin(leaf.astype(jnp.float32) * (place + 1)))
-    return total
-
-
-def fold(totals):
-    result = jnp.float32(0)
-    for each in totals:
-        result = 0.5 * result + each**2
-    return result
+    data = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
+    # Joined first, since XLA takes 20 ms for each loop in a program.
+    joined = jnp.concatenate([jnp.ravel(each).astype(jnp.float32) for each in data])
+    return jnp.sum(jnp.sin(joined * np.linspace(1, 3, joined.size, dtype=np.float32)))
 
 
 def stacked(nodes):
@@ -179,34 +173,38 @@ def test_nodes_are_what_they_are_in_the_model_and_so_are_derivatives(form, name)
     make, where, options = CASES[name]
     model = {"before": ramp(2, 2, start=20), "layers": make(), "z": [ramp(2, start=30), ramp(2, 3, start=31)]}
     at_rest, restructure = form(model, tp.layout(model, **options))
-    alike = stacked(nodes_of(name, restructure(at_rest)))  # an alias is what its source makes of it
+    layers_of = lambda layers: [layers[name] for name in sorted(layers)] if isinstance(layers, dict) else list(layers)
+    nodes_of = lambda model: NAMED.get(name, layers_of)(model["layers"])
+    alike = stacked(nodes_of(restructure(at_rest)))  # an alias is what its source makes of it
+
+    def fold(total, each):
+        return 0.5 * total + each**2
 
     def in_model(at_rest, restructure):
-        return fold(map(measure, nodes_of(name, restructure(at_rest))))
+        return functools.reduce(fold, map(measure, nodes_of(restructure(at_rest))), jnp.float32(0))
 
     def repeated(at_rest, restructure):
-        node = restructure.repeated(at_rest, where)
-        return fold(eqx.filter_vmap(measure)(node))
+        totals = eqx.filter_vmap(measure)(restructure.repeated(at_rest, where))
+        return functools.reduce(fold, list(totals), jnp.float32(0))
 
     def scanned(at_rest, restructure):
-        step = lambda total, node: (0.5 * total + measure(node) ** 2, measure(node))
+        step = lambda total, node: (fold(total, measure(node)), measure(node))
         total, each = restructure.scan(step, jnp.float32(0), at_rest, where)
         return total + 0 * jnp.sum(each)
 
     def all_of_it(at_rest, restructure):
-        direction = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).astype(x.dtype).reshape(x.shape), at_rest)
+        direction = jax.tree.map(lambda x: np.cos(np.arange(x.size)).astype(x.dtype).reshape(x.shape), at_rest)
         found = []
         for each in (in_model, repeated, scanned):
-            of = lambda at_rest, each=each: each(at_rest, restructure)
-            gradient = jax.jvp(jax.grad(of), (at_rest,), (direction,)) if name in TWICE else jax.grad(of)(at_rest)
-            found.append((of(at_rest), gradient))
+            of = jax.value_and_grad(lambda at_rest, each=each: each(at_rest, restructure))
+            found.append(jax.jvp(of, (at_rest,), (direction,)) if name in TWICE else of(at_rest))
         return restructure.repeated(at_rest, where), found
 
     node, (want, *others) = eqx.filter_jit(all_of_it)(at_rest, restructure)
     assert_same(node, alike, identity=False)
     if name in EAGERLY:
         assert_same(restructure.repeated(at_rest, where), alike, identity=False)
-    gradient = want[1][0] if name in TWICE else want[1]
+    gradient = want[0][1] if name in TWICE else want[1]
     assert name == "all frozen" or any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
     for got in others:
         assert_close(got, want, 1e-2 if name == "mixed dtypes" else 1e-3)
@@ -224,65 +222,59 @@ X = np.array([0.3, -0.4], np.float32)
 
 
 @FORMS
-@pytest.mark.parametrize("options", [{}, {"unroll": 2, "reverse": True}], ids=str)
-def test_scan_takes_the_options_of_jax(form, options):
+def test_scan_takes_the_options_of_jax_and_inputs_for_each_node(form):
     at_rest, restructure = form(NET)
-    step = lambda x, layer: (layer(x), x[0] * layer.rate)
-    last, outs = jax.jit(lambda a, r: r.scan(step, jnp.asarray(X), a, "layers.*", **options))(at_rest, restructure)
-    x, want = X, {}
-    for k in reversed(range(4)) if "reverse" in options else range(4):
-        want[k], x = x[0] * 0.5, NET["layers"][k](x)
-    np.testing.assert_allclose(last, x, 1e-5)
-    np.testing.assert_allclose(outs, [want[k] for k in range(4)], 1e-5)
-
-
-def test_scan_takes_inputs_for_each_node():
     keys = jax.random.split(jax.random.key(0), 4)
-    step = lambda x, layer, each: (layer(x) * jax.random.uniform(each["key"]), each["n"] * layer.rate)
     inputs = {"key": keys, "n": np.arange(4, dtype=np.float32)}
-    last, outs = jax.jit(lambda s, r: r.scan(step, jnp.asarray(X), s, "layers.*", inputs))(NET_STACKS, NET_WAY)
-    x = X
-    for layer, key in zip(NET["layers"], keys, strict=True):
-        x = layer(x) * jax.random.uniform(key)
-    np.testing.assert_allclose(last, x, 1e-5)
-    np.testing.assert_allclose(outs, [0, 0.5, 1, 1.5])
+    plain = lambda x, layer: (layer(x), x[0] * layer.rate)
+    noisy = lambda x, layer, each: (layer(x) * jax.random.uniform(each["key"]), each["n"] * layer.rate)
+
+    @jax.jit
+    def run(at_rest, restructure):
+        scan = lambda step, *inputs, **options: restructure.scan(step, X * 1, at_rest, "layers.*", *inputs, **options)
+        return scan(plain), scan(plain, unroll=2, reverse=True), scan(noisy, inputs), jax.vmap(jax.random.uniform)(keys)
+
+    *found, draws = jax.tree.map(np.asarray, run(at_rest, restructure))
+    ones = np.ones(4)
+    orders = range(4), range(3, -1, -1), range(4)
+    for (last, outs), order, factors in zip(found, orders, (ones, ones, draws), strict=True):
+        x, want = X, {}
+        for k in order:
+            layer = jax.tree.map(np.asarray, eqx.filter(NET["layers"][k], eqx.is_array))
+            want[k] = k * 0.5 if factors is draws else x[0] * 0.5
+            x = (0.5 * np.tanh(layer.weight @ x + layer.bias) * layer.scale + layer.count) * factors[k]
+        np.testing.assert_allclose(last, x, 1e-5)
+        np.testing.assert_allclose(outs, [want[k] for k in range(4)], 1e-5)
 
 
 @FORMS
 def test_layers_of_a_dictionary_run_in_the_order_of_their_numbers(form):
     """JAX sorts keys as texts: `layer_10` before `layer_2`."""
-    model = {f"layer_{k}": {"w": ramp(2, 2, start=k / 12)} for k in range(12)}
-    at_rest, restructure = form(model)
-
-    def by_hand(at_rest):
-        model, x = restructure(at_rest), jnp.asarray(X)
-        for k in range(12):
-            x = jnp.tanh(model[f"layer_{k}"]["w"] @ x)
-        return jnp.sum(x)
+    numbers = np.arange(12, dtype=np.float32)
+    at_rest, restructure = form({f"layer_{k}": {"w": ramp(start=k)} for k in range(12)})
 
     def scanned(at_rest):
-        step = lambda x, layer: (jnp.tanh(layer["w"] @ x), None)
-        return jnp.sum(restructure.scan(step, jnp.asarray(X), at_rest, "layer_*")[0])
+        _, each = restructure.scan(lambda carry, layer: (carry, layer["w"]), 0, at_rest, "layer_*")
+        return jnp.sum(each * numbers), each
 
-    for got, want in zip(*(jax.tree.leaves(jax.value_and_grad(f)(at_rest)) for f in (scanned, by_hand)), strict=True):
-        np.testing.assert_allclose(got, want, 1e-4, 1e-6)
+    gradient, each = jax.jit(jax.grad(scanned, has_aux=True))(at_rest)
+    np.testing.assert_array_equal(each, numbers)
+    assert_same(gradient, restructure.ravel({f"layer_{k}": {"w": numbers[k]} for k in range(12)}))
 
 
 def test_groups_may_part_the_nodes():
     groups = {"q of two": ["layers.0.q", "layers.2.q"], "norms": "**.norm", "rest": "**"}
     model = {"layers": _attentions()}
-    stacks, restructure = tp.stack(model, groups=groups)
-    plain, plainly = tp.stack(model)
+    (stacks, restructure), (plain, plainly) = tp.stack(model, groups=groups), tp.stack(model)
     assert_same(restructure.repeated(stacks, "layers.*"), plainly.repeated(plain, "layers.*"), identity=False)
-    scanned = lambda s, r: r.scan(lambda c, node: (0.5 * c + measure(node), None), jnp.float32(0), s, "layers.*")[0]
-    got = jax.jit(jax.grad(scanned))(stacks, restructure)
-    want = restructure.ravel(plainly(jax.jit(jax.grad(scanned))(plain, plainly)))
-    assert_close(got, want)
+    of = lambda s, r: r.scan(lambda c, node: (0.5 * c + measure(node), None), jnp.float32(0), s, "layers.*")[0]
+    got, want = jax.jit(lambda *pairs: [jax.grad(of)(*pair) for pair in pairs])((stacks, restructure), (plain, plainly))
+    assert_close(got, restructure.ravel(plainly(want)))
 
 
 def test_in_ensembles_in_checkpoints_and_with_other_dtypes():
     scanned = lambda s, r: jnp.sum(r.scan(lambda x, layer: (layer(x), None), jnp.asarray(X), s, "layers.*")[0])
-    plain = lambda s, r: jnp.sum(forward(r(s)))
+    plain = lambda s, r: jnp.sum(functools.reduce(lambda x, layer: layer(x), r(s)["layers"], jnp.asarray(X)))
     many = jax.tree.map(lambda x: np.stack([x, np.float32(0.5) * np.asarray(x)]), NET_STACKS)
     of = lambda f: jax.vmap(jax.grad(jax.checkpoint(f)), (0, None))
     assert_close(*jax.jit(lambda *both: (of(scanned)(*both), of(plain)(*both)))(many, NET_WAY), 1e-4)
@@ -292,26 +284,10 @@ def test_in_ensembles_in_checkpoints_and_with_other_dtypes():
     np.testing.assert_allclose(node.weight, np.stack([layer.weight for layer in NET["layers"]]), 1e-2)
 
 
-def forward(model):
-    x = jnp.asarray(X)
-    for layer in model["layers"]:
-        x = layer(x)
-    return x
-
-
-def equations(jaxpr):
-    """All equations of a program, those of programs within it too."""
-    count = 0
-    for equation in jaxpr.eqns:
-        inner = [
-            x for x in jax.tree.leaves(list(equation.params.values())) if hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ]
-        count += 1 + sum(equations(getattr(each, "jaxpr", each)) for each in inner)
-    return count
-
-
 @FORMS
 def test_the_program_is_as_long_for_twelve_layers_as_for_four(form):
+    measure = lambda node: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(node))
+
     def lengths(layers):
         model = {"embed": ramp(2, 2), "head": ramp(2), "layers": list(map(Attention, range(layers)))}
         at_rest, restructure = form(model, ["!head", "!layers.*.norm", "!layers.*.k"])
@@ -319,15 +295,160 @@ def test_the_program_is_as_long_for_twelve_layers_as_for_four(form):
         def loss(at_rest, restructure):
             start = jnp.sum(restructure.part(at_rest, "embed")) + jnp.sum(restructure.part(at_rest, "head"))
             total, _ = restructure.scan(lambda c, node: (c * measure(node), None), start, at_rest, "layers.*")
-            return total + fold([jnp.sum(eqx.filter_vmap(measure)(restructure.repeated(at_rest, "layers.*")))])
+            return total + jnp.sum(eqx.filter_vmap(measure)(restructure.repeated(at_rest, "layers.*"))) ** 2
 
         squares = lambda tree: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))
         second = jax.grad(lambda a, r: squares(jax.grad(loss)(a, r)))
         programs = [jax.make_jaxpr(f)(at_rest, restructure) for f in (jax.value_and_grad(loss), second)]
         assert not any("pad[" in str(program) for program in programs)  # a slice for itself is transposed to one
-        return [equations(program.jaxpr) for program in programs]
+        return [len(list(equations(program.jaxpr))) for program in programs]
 
     few = lengths(4)
     assert few[0] > 50
     assert few[1] > few[0]
     assert lengths(12) == few
+
+
+# -- Which nodes: what a part is, and what is refused as nodes of one kind ---------------------------------------------
+
+# -- One node ----------------------------------------------------------------------------------------------------------
+
+
+@FORMS
+def test_a_part_is_a_node_by_itself(form):
+    at_rest, restructure = form(NET)
+    cases = {
+        "head": NET["head"],
+        "head.w": NET["head"]["w"],
+        "layers.2": NET["layers"][2],
+        "layers.1.scale": NET["layers"][1].scale,
+        "head.f": jnp.sin,
+        "layers.0.rate": 0.5,
+        "**": NET,
+        "layers": NET["layers"],
+    }
+    by_call = [(lambda m: m["head"]["w"], NET["head"]["w"]), (lambda m: m["layers"][1], NET["layers"][1])]
+    for where, want in [*cases.items(), *by_call]:
+        assert_same(restructure.part(at_rest, where), want)
+    lone, way = form({"head": {"w": ramp(2)}, "z": ramp(2)})
+    assert_same(way.part(lone, lambda m: m["head"]["w"]), ramp(2))
+    assert_same(way.part(lone, lambda m: m["head"]), {"w": ramp(2)})
+
+
+@FORMS
+def test_a_tie_within_nodes_is_one_array_in_the_node(form):
+    everywhere, own = ramp(2), [ramp(2, start=k) for k in range(3)]
+    layers = [{"a": everywhere, "b": everywhere, "c": each, "d": each} for each in own]
+    at_rest, restructure = form({"layers": layers, "z": everywhere})
+    node = restructure.repeated(at_rest, "layers.*")
+    assert node["a"] is node["b"]
+    assert node["c"] is node["d"]
+    seen = []
+    restructure.scan(lambda carry, node: seen.append(node) or (carry, None), 0, at_rest, "layers.*")
+    assert seen[0]["a"] is seen[0]["b"]
+    assert seen[0]["c"] is seen[0]["d"]
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_part_keeps_its_ties(form, dtype):
+    shared = ramp(2, 3, dtype=jnp.bfloat16)
+    model = {"n": {"a": shared, "b": shared, "t": shared.T, "z": ramp(2)}, "other": ramp(2, 3)}
+    at_rest, restructure = form(model, tp.layout(model, ties={"n.t": ("n.a", jnp.transpose)}))
+    given = jax.tree.map(lambda x: x.astype(dtype), at_rest)
+    node = restructure.part(given, "n")
+    assert_same(node, restructure(given)["n"])
+    assert node["a"] is node["b"]
+    of = lambda node: jnp.sum(node["a"].astype(jnp.float32) * 2 + node["b"].astype(jnp.float32))
+    got, want = (
+        jax.jit(jax.grad(f))(given) for f in (lambda a: of(restructure.part(a, "n")), lambda a: of(restructure(a)["n"]))
+    )
+    assert_close(got, want)
+
+
+def test_a_part_builds_nothing_else():
+    stacks, restructure = tp.stack([ramp(2, 2, start=k) for k in range(100)] + [ramp(3)])
+    for where, count in (("100", 0), ("7", 2)):
+        program = jax.make_jaxpr(lambda s, where=where: restructure.part(s, where))(stacks)
+        assert sum(len(equation.outvars) for equation in program.eqns) <= 3 + count
+
+
+# -- What is refused ---------------------------------------------------------------------------------------------------
+
+
+class Relu(eqx.Module):
+    def __call__(self, x):
+        return x
+
+
+_ARRAYS = "'layers.0' and 'layers.1' "
+DIFFER = [
+    ([Layer(0), Layer(1, weight=ramp(3, 2))], r"'weight' is float32.*'layers.0', float32.*'layers.1'"),
+    ([Layer(0), Layer(1), Layer(2, width=3)], "'layers.0' and 'layers.2' .*'width' has other static"),
+    ([Layer(0), Layer(1, activation=jnp.sin)], "'layers.0.activation' and .*, .* not arrays, differ"),
+    ([Layer(0), Layer(1, rate=0.25)], "'layers.0.rate' and 'layers.1.rate', .* differ"),
+    ([{"w": ramp(2)}, {"v": ramp(2)}], _ARRAYS + ".*'w' is only in 'layers.0'"),
+    ([Pair(ramp(2), None), Pair(ramp(2), ())], _ARRAYS + "cannot be one"),
+    ([[ramp(2)], (ramp(2),)], "the node is a list in 'layers.0', a tuple in 'layers.1'"),
+    ([Layer(0), Relu(), Layer(1)], _ARRAYS + "cannot be one"),
+]
+
+
+@FORMS
+@pytest.mark.parametrize(("layers", "message"), DIFFER)
+def test_nodes_that_differ(form, layers, message):
+    at_rest, restructure = form({"layers": layers})
+    by_call = [] if any(jax.tree.leaves(layer) == [] for layer in layers) else [lambda m: m["layers"]]
+    for where in ["layers.*", *by_call]:
+        with pytest.raises(ValueError, match=message):
+            restructure.repeated(at_rest, where)
+        with pytest.raises(ValueError, match=message):
+            restructure.scan(lambda carry, _: (carry, None), 0, at_rest, where)
+
+
+_ONE = r"'layers' is one node, a list; .* write 'layers\.\*'"
+REPEATED = [  # a `where`, and what is said of it
+    ("layers", ValueError, _ONE),
+    (["layers"], ValueError, _ONE),
+    (re.compile("layers"), ValueError, r"'layers' is one .* 'layers\.\*'"),
+    (lambda m: m["dict"], ValueError, r"'dict' is one node, .* 'dict\.\*'"),
+    ("layer.*", ValueError, r"'layer\.\*' selects nothing; nearest: .*layers"),
+    ("!layers.0", ValueError, "'!layers.0'"),
+    (["layers.*", "!layers"], ValueError, "layers"),
+    (3, TypeError, r"expected a mask or a `where` \(a glob, .* got int"),
+    (lambda m: 3, ValueError, "must return nodes of the model .* got int"),
+    (lambda m: m.layers, (ValueError, AttributeError), "layers"),
+    (lambda m: {"x": m["layers"][0], "y": m["dict"]}, ValueError, "cannot be one node"),
+]
+PART = [
+    ("layers.9", "'layers.9' selects nothing; nearest: .*layers"),
+    (re.compile("x+"), "selects nothing"),
+    (eqx.nn.Linear, "Linear.* selects nothing"),
+    ("layers.*", r"matches 'layers.0', 'layers.1'.*; a part is one node"),
+    (["layers.0", "layers.1"], r"'layers.0', 'layers.1'; a part is one node"),
+]
+
+
+@FORMS
+@pytest.mark.usefixtures("without_type_checks")
+def test_what_is_refused(form):
+    at_rest, restructure = form({"dict": {"a": ramp(2), "b": ramp(2)}, "layers": [Layer(0), Layer(1)]})
+    for where, error, message in REPEATED:
+        with pytest.raises(error, match=message):
+            restructure.repeated(at_rest, where)
+    for where, message in PART:
+        with pytest.raises(ValueError, match=message):
+            restructure.part(at_rest, where)
+    with pytest.raises(ValueError, match=r"'dict' is one node, a .*'dict\.\*'"):
+        restructure.scan(lambda carry, _: (carry, None), 0, at_rest, "dict")
+    with pytest.raises((TypeError, ValueError), match=r"no such array|expected a vector"):
+        restructure.repeated({}, "layers.*")
+    with pytest.raises(ValueError, match=r"jax\.vmap"):
+        restructure.repeated(jax.tree.map(lambda x: x[None], at_rest), "layers.*")
+
+
+def test_a_node_that_ends_in_a_node_without_leaves_is_one_node():
+    layers = [{"a": ramp(2), "z": {"of": {}, "no": eqx.nn.Identity()}} for _ in range(2)]
+    at_rest, restructure = tp.stack({"layers": layers, "one": layers[0] | {"a": ramp(3)}})
+    assert list(restructure.part(at_rest, "one")) == ["a", "z"]
+    assert restructure.repeated(at_rest, "layers.*")["a"].shape == (2, 2)

@@ -15,6 +15,7 @@ from numpy.testing import assert_allclose
 import treeparams as tp
 
 from ..long import some
+from ..zoo import filled
 
 WIDTH = 4
 WEIGHTS, X = np.linspace(-1, 1, 36, dtype=np.float32).reshape(4, 3, 3), np.ones(3, np.float32)
@@ -57,27 +58,27 @@ class Net(eqx.Module):
         return self.embedding @ x
 
 
-def layer(key, scale=0.3):
-    linear, norm = eqx.nn.Linear(WIDTH, WIDTH, key=key), eqx.nn.LayerNorm(WIDTH)
+def layer(seed, scale=0.3):
+    linear, norm = filled(eqx.nn.Linear, WIDTH, WIDTH, seed=seed), eqx.nn.LayerNorm(WIDTH)
     return Layer(linear, norm, eqx.nn.Dropout(0.2), scale)
 
 
-def other(key):
-    return Other(*[eqx.nn.Linear(WIDTH, WIDTH, key=each) for each in jax.random.split(key)])
+def other(seed):
+    return Other(*[filled(eqx.nn.Linear, WIDTH, WIDTH, seed=10 * seed + i) for i in (1, 2)])
 
 
 def net(kinds):
-    keys = jax.random.split(jax.random.key(0), len(kinds))
-    layers = [kind(key) for kind, key in zip(kinds, keys, strict=True)]
-    return Net(jax.random.normal(jax.random.key(1), (3, WIDTH)), layers, jnp.full(WIDTH, 0.1))
+    embedding = np.random.default_rng(1).normal(size=(3, WIDTH)).astype("f")
+    layers = [kind(seed) for seed, kind in enumerate(kinds)]
+    return Net(jax.device_put(embedding), layers, np.full(WIDTH, 0.1, "f"))
 
 
 NETS = {  # the kinds of their layers
     "one kind after another": [layer] * 4 + [other] * 4,
     "in turn": [layer, other] * 3,
-    "numbers that differ, and frozen layers": [lambda key, i=i: layer(key, 1 / (2 + i)) for i in range(6)],
+    "numbers that differ, and frozen layers": [lambda seed, i=i: layer(seed, 1 / (2 + i)) for i in range(6)],
 }
-XS, KEYS = jnp.array([0, 2, 1, 0]), jax.random.split(jax.random.key(2), 4)
+XS, KEYS = np.array([0, 2, 1, 0]), jax.random.split(jax.random.key(2), 4)
 
 
 def losses(model, trainable=None):
@@ -102,26 +103,26 @@ def close(found, expected):
 def test_it_is_the_function_and_its_gradient(name):
     stacks, loss = losses(net(NETS[name]), "!layers.[0-2]" if "frozen" in name else None)
     args = stacks, XS, KEYS
-    gradient = jax.jit(jax.value_and_grad(loss))
-    close(jax.jit(jax.value_and_grad(tp.rolled(loss)))(*args), gradient(*args))
+    both = [jax.value_and_grad(each) for each in (tp.rolled(loss), loss)]
+    close(*jax.jit(lambda *args: [each(*args) for each in both])(*args))
     assert products(tp.rolled(loss), *args) < products(loss, *args) / 1.4
 
 
 def test_under_other_transformations():
-    stacks, restructure = tp.stack([jax.random.normal(jax.random.key(i), (3, 3)) for i in range(4)])
+    stacks, restructure = tp.stack([*map(jnp.asarray, WEIGHTS)])
 
     def loss(stacks, x):
         for weight in restructure(stacks):
             x = jax.nn.relu(weight @ x) + jnp.sin(x) * jnp.cos(x)
         return jnp.sum(x**2)
 
-    rolled, x = tp.rolled(loss), jnp.ones(3)
-    assert products(rolled, stacks, x) < products(loss, stacks, x)
-    several = jax.tree.map(lambda s: jnp.stack([s, 2 * s]), stacks)
-    along = lambda f: lambda s: jax.jvp(jax.grad(jax.checkpoint(f)), (s, x), (jax.tree.map(jnp.cos, s), x))
-    each = lambda f: lambda stacks, several: (along(f)(stacks), jax.vmap(jax.grad(f), (0, None))(several, x))
-    close(jax.jit(each(rolled))(stacks, several), jax.jit(each(loss))(stacks, several))
-    close(rolled(stacks, x), loss(stacks, x))  # without `jit`
+    rolled = tp.rolled(loss)
+    assert products(rolled, stacks, X) < products(loss, stacks, X)
+    several = jax.tree.map(lambda s: np.stack([s, np.float32(2) * np.asarray(s)]), stacks)
+    along = lambda f: lambda s: jax.jvp(jax.grad(jax.checkpoint(f)), (s, X), (jax.tree.map(jnp.cos, s), X))
+    each = lambda f: lambda stacks, several: (along(f)(stacks), jax.vmap(jax.grad(f), (0, None))(several, X))
+    close(*jax.jit(lambda *args: [each(f)(*args) for f in (rolled, loss)])(stacks, several))
+    close(rolled(stacks, X), loss(stacks, X))  # without `jit`
 
 
 def test_so_many_layers_take_as_many_operations_as_few():
@@ -141,8 +142,8 @@ def test_what_each_layer_gives_can_be_kept():
         return {"all": jnp.stack(found), "third": found[2], "name": "tanh"}, x
 
     gradient = lambda f: jax.grad(lambda weights, *args: jnp.sum(f(weights, *args)[0]["all"] ** 2))
-    both = lambda f: eqx.filter_jit(lambda *args: (f(*args), gradient(f)(*args)))(weights, X, 2)
-    (found, in_weights), (expected, wanted) = both(tp.rolled(hidden)), both(hidden)
+    both = lambda *args: [(f(*args), gradient(f)(*args)) for f in (tp.rolled(hidden), hidden)]
+    (found, in_weights), (expected, wanted) = eqx.filter_jit(both)(weights, X, 2)
     assert found[0].pop("name") == expected[0].pop("name")
     close((found, in_weights), (expected, wanted))
 
@@ -158,8 +159,8 @@ def test_rows_in_any_order(rows):
         return jnp.sum(x) + weights[0, 0, 0]
 
     assert products(tp.rolled(chain), weights, X) < products(chain, weights, X)
-    each = lambda f: jax.jit(jax.vmap(jax.value_and_grad(f), (0, None)))(np.stack([weights, 2 * weights]), X)
-    close(each(tp.rolled(chain)), each(chain))
+    both = [jax.vmap(jax.value_and_grad(f), (0, None)) for f in (tp.rolled(chain), chain)]
+    close(*jax.jit(lambda *args: [each(*args) for each in both])(np.stack([weights, 2 * weights]), X))
 
 
 # -- What is left as it is ---------------------------------------------------------------------------------------------
@@ -201,9 +202,9 @@ def with_rules(limits, rule=clipped):
 def test_rules_of_derivatives_are_compared(rule):
     same, different = with_rules([0.5] * 4, rule), with_rules([0.1, 0.2, 0.3, 0.4], rule)
     assert products(tp.rolled(same), WEIGHTS, X) < products(same, WEIGHTS, X)
+    both = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (tp.rolled(different), different)])
     with pytest.warns(UserWarning, match="there are no equal layers in sequence"):
-        found = jax.jit(jax.grad(tp.rolled(different)))(WEIGHTS, X)
-    assert_allclose(found, jax.jit(jax.grad(different))(WEIGHTS, X), rtol=1e-6)
+        assert_allclose(*both(WEIGHTS, X), rtol=1e-6)
 
 
 def printing(weights, x):
@@ -243,10 +244,7 @@ def test_it_says_why_nothing_is_rolled(name, capfd):
 
 def test_a_carry_of_several_arrays():
     args = np.linspace(-1, 1, 54, dtype=np.float32).reshape(6, 3, 3), X
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = jax.jit(jax.grad(tp.rolled(two_before)))(*args)
-    close(found, jax.jit(jax.grad(two_before))(*args))
+    close(*jax.jit(lambda *args: [jax.grad(f)(*args) for f in (tp.rolled(two_before), two_before)])(*args))
 
 
 def test_parameters_in_a_vector_stay_in_their_loop():
@@ -262,16 +260,15 @@ def test_parameters_in_a_vector_stay_in_their_loop():
 
 def same_or_said(function, *args):
     """Checks a rolled function beside the function; returns whether a loop was found."""
-    expected = jax.jit(function)(*args)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        close(jax.jit(tp.rolled(function))(*args), expected)
+        close(*jax.jit(lambda *args: [f(*args) for f in (tp.rolled(function), function)])(*args))
     assert all("tp.rolled found no loop" in str(each.message) for each in said)
     return not said
 
 
 def test_keys_that_are_split_and_used_before_the_loop():
-    stacks, restructure = tp.stack(eqx.nn.MLP(3, 4, 4, depth=4, key=jax.random.key(1)))
+    stacks, restructure = tp.stack(filled(eqx.nn.MLP, 3, 4, 4, 4))
 
     def noisy(stacks, x, key):
         first, last, key = jax.random.split(key, 3)
@@ -285,14 +282,13 @@ def test_keys_that_are_split_and_used_before_the_loop():
 
 
 def test_layers_may_split_their_keys_and_be_compiled_by_themselves():
-    stacks, restructure = tp.stack([jax.random.normal(jax.random.key(i), (3, 3)) for i in range(4)])
+    stacks, restructure = tp.stack([*map(jnp.asarray, WEIGHTS)])
 
     @jax.jit
     def layer(w, x, key):
         a, b = jax.random.split(key)
-        return x + jnp.tanh(w @ jnp.where(jax.random.bernoulli(a, 0.7, x.shape), x, 0.0)) * jax.random.normal(
-            b, x.shape
-        )
+        kept = jnp.where(jax.random.bernoulli(a, 0.7, x.shape), x, 0.0)
+        return x + jnp.tanh(w @ kept) * jax.random.normal(b, x.shape)
 
     def by_a_key_each(stacks, x, key):
         for w, k in zip(restructure(stacks), jax.random.split(key, 4), strict=True):
@@ -314,7 +310,7 @@ def a_net(seed):
     rng = np.random.default_rng(seed)
     n, kind = int(rng.integers(3, 8)), rng.choice(["index", "zip", "fold", "chain", "none"])
     has = {name: rng.random() < 0.4 for name in ("total", "head", "skip", "counter", "stem", "jit", "first", "all")}
-    stacks, restructure = tp.stack([jax.random.normal(jax.random.key(i), (3, 3)) for i in range(n)])
+    stacks, restructure = tp.stack([*map(jnp.asarray, rng.normal(size=(n, 3, 3)).astype("f"))])
 
     def layer(w, x, key):
         z = jnp.tanh(w @ x) + jnp.sin(x)

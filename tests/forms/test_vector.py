@@ -10,7 +10,7 @@ import pytest
 import treeparams as tp
 
 from .. import zoo
-from ..zoo import assert_same, enable_x64, ramp
+from ..zoo import assert_same, enable_x64, filled, ramp
 
 MIXED = {
     "bf16": ramp(3, dtype=jnp.bfloat16),
@@ -18,17 +18,6 @@ MIXED = {
     "f16": ramp(2, 2, dtype=jnp.float16),
     "int": jnp.array([2**24 + 1]),
 }
-
-
-@pytest.mark.parametrize("leaf", [ramp(3), np.ones(3, np.float32), ramp(3, 1), ramp()])
-def test_a_fresh_buffer_always(leaf):
-    vector, restructure = tp.ravel(leaf)
-    assert vector is not leaf
-    if isinstance(leaf, jax.Array):
-        assert vector.unsafe_buffer_pointer() != leaf.unsafe_buffer_pointer()
-    jax.jit(lambda v: v + 1, donate_argnums=0)(vector)
-    assert np.isfinite(np.asarray(leaf)).all()
-    assert restructure.ravel(leaf) is not restructure.ravel(leaf)
 
 
 def test_the_dtype_of_the_vector():
@@ -62,28 +51,28 @@ def test_vectors_of_numpy_and_of_other_floating_dtypes(dtype):
 TREE = {"a": ramp(2), "b": ramp(1), "n": 3}
 
 
+REFUSED = [
+    (lambda r: r(np.ones(4, "f")), ValueError, r"shape \(3,\) .* got shape \(4,\)"),
+    (lambda r: jax.eval_shape(r, np.ones(4, "f")), ValueError, r"shape \(3,\) .* got shape \(4,\)"),
+    (lambda r: r(np.ones((3, 1), "f")), ValueError, r"got shape \(3, 1\); map over a stack .* with jax.vmap"),
+    (lambda r: tp.ravel({"n": 3})[1](np.ones(1, "f")), ValueError, r"shape \(0,\) .* got shape \(1,\)"),
+    (lambda r: r(np.arange(3)), TypeError, r"got int\d\d; convert it with vector.astype\(float32\)"),
+    (lambda r: r(np.ones(3, np.complex64)), TypeError, "got complex64, and no parameter is .*; pass vector.real"),
+    (lambda r: r([1.0, 2.0, 3.0]), TypeError, "got list"),
+    (lambda r: r.ravel({"a": ramp(2)}), ValueError, "2 trained parameters, found none for 'b'"),
+    (lambda r: r.ravel(TREE | {"a": ramp(3)}), ValueError, r"expected float32\[2\] at 'a', got float32\[3\]"),
+    (lambda r: r.ravel(TREE | {"d": ramp(1)}), ValueError, "entry at 'd', where the model has no leaf"),
+    (lambda _: tp.ravel(TREE, dtype=jnp.int32), TypeError, "must be floating or complex, got int32"),
+    (lambda _: tp.ravel(MIXED, dtype=jnp.float32), TypeError, "'c64' is complex64, which a vector of float32"),
+    (lambda _: tp.ravel(TREE, dtype=np.complex64), TypeError, "no parameter is complex, so the .* be complex64"),
+    (lambda _: tp.ravel(TREE, pad_to=0), ValueError, "pad_to must be a whole number .* at least 1, got 0"),
+    # It is not the 1 that is known by now.
+    (lambda _: tp.ravel(TREE, pad_to=True), ValueError, "pad_to must be a whole number .* at least 1, got True"),
+]
+
+
 @pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize(
-    ("use", "error", "message"),
-    [
-        (lambda r: r(np.ones(4, "f")), ValueError, r"shape \(3,\) .* got shape \(4,\)"),
-        (lambda r: jax.eval_shape(r, np.ones(4, "f")), ValueError, r"shape \(3,\) .* got shape \(4,\)"),
-        (lambda r: r(np.ones((3, 1), "f")), ValueError, r"got shape \(3, 1\); map over a stack .* with jax.vmap"),
-        (lambda r: tp.ravel({"n": 3})[1](np.ones(1, "f")), ValueError, r"shape \(0,\) .* got shape \(1,\)"),
-        (lambda r: r(np.arange(3)), TypeError, r"got int\d\d; convert it with vector.astype\(float32\)"),
-        (lambda r: r(np.ones(3, np.complex64)), TypeError, "got complex64, and no parameter is .*; pass vector.real"),
-        (lambda r: r([1.0, 2.0, 3.0]), TypeError, "got list"),
-        (lambda r: r.ravel({"a": ramp(2)}), ValueError, "2 trained parameters, found none for 'b'"),
-        (lambda r: r.ravel(TREE | {"a": ramp(3)}), ValueError, r"expected float32\[2\] at 'a', got float32\[3\]"),
-        (lambda r: r.ravel(TREE | {"d": ramp(1)}), ValueError, "entry at 'd', where the model has no leaf"),
-        (lambda _: tp.ravel(TREE, dtype=jnp.int32), TypeError, "must be floating or complex, got int32"),
-        (lambda _: tp.ravel(MIXED, dtype=jnp.float32), TypeError, "'c64' is complex64, which a vector of float32"),
-        (lambda _: tp.ravel(TREE, dtype=np.complex64), TypeError, "no parameter is complex, so the .* be complex64"),
-        (lambda _: tp.ravel(TREE, pad_to=0), ValueError, "pad_to must be a whole number .* at least 1, got 0"),
-        # It is not the 1 that is known by now.
-        (lambda _: tp.ravel(TREE, pad_to=True), ValueError, "pad_to must be a whole number .* at least 1, got True"),
-    ],
-)
+@pytest.mark.parametrize(("use", "error", "message"), REFUSED)
 @pytest.mark.filterwarnings("ignore:nothing is trained")
 def test_what_is_refused(use, error, message):
     _, restructure = tp.ravel(TREE)
@@ -100,7 +89,7 @@ def test_ravel_reads_any_tree_with_the_slots():
 
 
 def test_programs_made_ahead_of_time_from_shapes_and_for_elsewhere():
-    mlp, x = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0)), np.ones(2, "f")
+    mlp, x = filled(eqx.nn.MLP, 2, 1, 3, 1), np.ones(2, "f")
     vector, restructure = tp.ravel(mlp)
     layout = tp.layout(eqx.filter_eval_shape(eqx.nn.MLP, 2, 1, 3, 1, key=jax.random.key(0)))
     assert layout == restructure.layout
@@ -108,12 +97,12 @@ def test_programs_made_ahead_of_time_from_shapes_and_for_elsewhere():
     lowered = jax.jit(lambda v, r, x: r(v)(x)).lower(of_shape, restructure, jax.ShapeDtypeStruct((2,), "float32"))
     np.testing.assert_allclose(lowered.compile()(vector, restructure, x), mlp(x), 1e-6)
 
-    weights = [ramp(2, 2, start=k) for k in range(12)]
+    weights = [ramp(2, 2, start=k) for k in range(17)]  # so many that they share kernels on a CPU
     vector, restructure = tp.ravel(weights)
     of = jax.jit(lambda v: (restructure(v), jax.grad(lambda v: jnp.sum(restructure(v)[3]))(v)))
     got, gradient = jax.export.export(of, platforms=("cpu", "cuda", "tpu"))(vector).call(vector)
     assert_same(got, weights)
-    np.testing.assert_array_equal(gradient, restructure.ravel_gradient([None] * 3 + [np.ones((2, 2), "f")]))
+    np.testing.assert_array_equal(gradient, np.repeat(np.arange(17) == 3, 4))
 
 
 def test_padding_never_leaks():

@@ -1,6 +1,5 @@
 """What holds of every constrained array: it stays on its set, trains as its raw parameters, and is no array itself."""
 
-import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -22,40 +21,22 @@ from .zoo import equations, normal, page, put, svd
 PAGE = page("matrices.md", "class Bounded")
 
 
-@dataclasses.dataclass
-class Constraint:
-    of: Callable[[Any], Any]  # a value
-    value: jax.Array
-    holds: Callable[[np.ndarray], Any]  # of entries in float64
-
-
 S = np.asarray(normal(0, 3, 3))
 is_one = lambda array: np.all(abs(array - 1) < 1e-6)
-CONSTRAINTS = {  # one of the library's, and those that the documentation shows how to write, made as it says
-    "positive": Constraint(matrices.Positive, put(*np.exp(S)), lambda w: np.all(w > 0)),
-    "bounded": Constraint(
-        lambda w: PAGE["Bounded"](jnp.arctanh(w)), put(*np.tanh(S)), lambda w: np.all((w >= -1) & (w <= 1))
-    ),
-    "unit norm": Constraint(
-        PAGE["UnitNorm"],
-        put(*(S / np.linalg.norm(S, axis=1, keepdims=True))),
-        lambda w: is_one(np.linalg.norm(w, axis=-1)),
-    ),
-    "simplex": Constraint(
-        lambda w: PAGE["Simplex"](jnp.log(w)),
-        put(*(np.exp(S) / np.exp(S).sum(1, keepdims=True))),
-        lambda w: np.all(w >= 0) and is_one(w.sum(-1)),
-    ),
-    "lower triangular": Constraint(PAGE["LowerTriangular"], put(*np.tril(S)), lambda w: np.array_equal(w, np.tril(w))),
-    "symmetric": Constraint(PAGE["Symmetric"], put(*(S + S.T)), lambda w: np.array_equal(w, w.T)),
-}
-VALUES = {name: constraint.value for name, constraint in CONSTRAINTS.items()}
-
-
-@jax.jit
-def made(values: dict[str, Any]) -> dict[str, Any]:
-    """One of each, as a model."""
-    return {name: CONSTRAINTS[name].of(value) for name, value in values.items()}
+# One of the library's, and those that the documentation shows how to write, made as it says: how it is made of a value,
+# a value, and what holds of entries in float64.
+CONSTRAINTS: dict[str, tuple[Callable[[Any], Any], Any, Callable[[np.ndarray], Any]]] = {
+    "positive": (matrices.Positive, np.exp(S), lambda w: np.all(w > 0)),
+    "bounded": (lambda w: PAGE["Bounded"](jnp.arctanh(w)), np.tanh(S), lambda w: np.all((w >= -1) & (w <= 1))),
+    "unit norm": (PAGE["UnitNorm"], S / np.linalg.norm(S, axis=1, keepdims=True),
+                  lambda w: is_one(np.linalg.norm(w, axis=-1))),
+    "simplex": (lambda w: PAGE["Simplex"](jnp.log(w)), np.exp(S) / np.exp(S).sum(1, keepdims=True),
+                lambda w: np.all(w >= 0) and is_one(w.sum(-1))),
+    "lower triangular": (PAGE["LowerTriangular"], np.tril(S), lambda w: np.array_equal(w, np.tril(w))),
+    "symmetric": (PAGE["Symmetric"], S + S.T, lambda w: np.array_equal(w, w.T)),
+}  # fmt: skip
+VALUES = {name: put(*value) for name, (_, value, _) in CONSTRAINTS.items()}
+made = jax.jit(lambda values: {name: CONSTRAINTS[name][0](value) for name, value in values.items()})
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +48,7 @@ dense = jax.jit(matrices.materialise)
 
 
 def all_hold(model: dict[str, Any]) -> bool:
-    return all(CONSTRAINTS[name].holds(entries(value)) for name, value in dense(model).items())
+    return all(CONSTRAINTS[name][2](entries(value)) for name, value in dense(model).items())
 
 
 def entries(array: Any) -> np.ndarray:
@@ -96,22 +77,17 @@ def test_an_ensemble(model: dict[str, Any]):
 def test_any_raw_value_is_positive_with_a_finite_gradient():
     extremes = np.array([0, 1e4, -1e4, 2.0**-13, -(2.0**-100), 2.0**100, -(2.0**127), 2.0**127, 2.0**-126])
     raw = np.concatenate([extremes, np.linspace(-100, 100, 300)]).astype(np.float32)
-    node = with_raw(matrices.Positive(put(1)), raw)
-    value, pull = jax.vjp(lambda node: node.to_dense(), node)
-    gradient = pull(jnp.ones_like(value))[0].raw
+    value, pull = jax.vjp(lambda node: node.to_dense(), with_raw(matrices.Positive(put(1)), raw))
     assert np.all(np.isfinite(value) & (np.asarray(value) > 0))
-    assert np.all(np.isfinite(gradient))
+    assert np.all(np.isfinite(pull(jnp.ones_like(value))[0].raw))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_is_that_of_float32_rounded(dtype: Any):
-    half = matrices.Positive(VALUES["positive"].astype(dtype))
-    value, wide = half.to_dense(), with_raw(half, half.raw.astype(jnp.float32)).to_dense()
-    assert_same(value, wide.astype(dtype), identity=False)
-    np.testing.assert_allclose(entries(value), VALUES["positive"], rtol=0.03)
-
-
-def test_in_float64():
+def test_half_precision_is_that_of_float32_rounded_and_float64_is_wide():
+    for dtype in (jnp.bfloat16, jnp.float16):
+        half = matrices.Positive(VALUES["positive"].astype(dtype))
+        value, wide = half.to_dense(), with_raw(half, half.raw.astype(jnp.float32)).to_dense()
+        assert_same(value, wide.astype(dtype), identity=False)
+        np.testing.assert_allclose(entries(value), VALUES["positive"], rtol=0.03)
     with enable_x64(True):
         value = np.exp(S.astype(np.float64))
         assert_close(jax.jit(lambda w: matrices.Positive(w).to_dense())(value), value, 1e-13)

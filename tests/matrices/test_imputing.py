@@ -62,7 +62,7 @@ def _products_and_gradients(weight: Any, x: jax.Array, gone: jax.Array) -> Any:
 
 
 @by_kind
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 4), (3, 2, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 4), (3, 2, 0)], ids=str)
 def test_products_and_gradients_are_those_of_the_definition(kind: str, shape: tuple[int, int, int]):
     m, n, batch = shape
     for seed, likelihood in enumerate([0, 0.3, 0.7, 1]):
@@ -74,9 +74,9 @@ def test_products_and_gradients_are_those_of_the_definition(kind: str, shape: tu
 
 @by_kind
 def test_where_nothing_is_missing_it_is_the_plain_product_bit_for_bit(kind: str):
-    weight, none = make(kind), np.zeros((4, 5), bool)
+    none = np.zeros((4, 5), bool)
     ways = lambda weight, x: (weight @ x, weight.matmul(x, missing=none), weight.to_dense() @ x)
-    by_nan, by_mask, plain = jax.jit(ways)(weight, X)
+    by_nan, by_mask, plain = jax.jit(ways)(make(kind), X)
     assert_same((by_nan, by_mask), (plain, plain), identity=False)
 
 
@@ -91,22 +91,18 @@ def test_of_no_inputs_nothing_is_missing_unless_a_mask_says_so():
 @by_kind
 def test_samples_as_columns_as_rows_and_one_by_one(kind: str):
     weight, x = make(kind), data(kind)
-
-    @jax.jit
-    def ways(weight: Any, x: jax.Array) -> Any:
-        return [
-            weight @ x,
-            (x.T @ weight.T).T,
-            jax.vmap(lambda x: weight @ x, 1, 1)(x),
-            jax.vmap(lambda x: x @ weight.T, 1, 1)(x),
-            (weight @ jnp.stack([x, x]))[1],
-            jax.vmap(lambda x, missing: weight.matmul(x, missing=missing), 1, 1)(x, mask(kind)),
-        ]
-
-    want = ways(weight, x)[0]
+    masked = lambda weight: lambda x, missing: weight.matmul(x, missing=missing)
+    ways = lambda weight, x: [
+        weight @ x,
+        (x.T @ weight.T).T,
+        jax.vmap(lambda x: weight @ x, 1, 1)(x),
+        jax.vmap(lambda x: x @ weight.T, 1, 1)(x),
+        (weight @ jnp.stack([x, x]))[1],
+        jax.vmap(masked(weight), 1, 1)(x, mask(kind)),
+    ]
+    want, *others = jax.jit(ways)(weight, x)
     assert no_nan(want)
-    for each in [*ways(weight, x), weight @ x, weight @ np.asarray(x)]:
-        assert_close(each, want)
+    assert_close([*others, weight @ x, weight @ np.asarray(x)], [want] * 7)
 
 
 @by_kind
@@ -141,23 +137,21 @@ def filled(weight: Any, x: jax.Array) -> jax.Array:
 
 def derivatives(loss: Any, weight: Any, x: jax.Array) -> Any:
     f, both = lambda both: loss(*both), (weight, x)
-    tangent = jax.tree.map(lambda leaf: jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape), both)
+    tangent = jax.tree.map(lambda leaf: np.cos(np.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape), both)
     return {
-        "reverse": jax.grad(f)(both),
         "forward": jax.jvp(f, (both,), (tangent,)),
         "reverse over reverse": jax.vjp(jax.grad(f), both)[1](tangent),
-        "forward over reverse": jax.jvp(jax.grad(f), (both,), (tangent,))[1],
+        "forward over reverse": jax.jvp(jax.grad(f), (both,), (tangent,)),
         "per sample": jax.vmap(lambda x: jax.grad(f)((weight, x[:, None])), 1)(x),
     }
 
 
 @by_kind
 def test_derivatives_of_both_orders_and_modes(kind: str):
-    weight, x = make(kind), data(kind)
-    got, want = (jax.jit(lambda weight, x, of=of: derivatives(of, weight, x))(weight, x) for of in (loss, filled))
+    got, want = jax.jit(lambda *at: [derivatives(of, *at) for of in (loss, filled)])(make(kind), data(kind))
     assert_close(got, want, 1e-4)
     assert no_nan(got)
-    np.testing.assert_array_equal(np.asarray(got["reverse"][1])[mask(kind)], 0)
+    np.testing.assert_array_equal(np.asarray(got["forward over reverse"][0][1])[mask(kind)], 0)
 
 
 def no_nan(tree: Any) -> bool:
@@ -216,16 +210,15 @@ def nan_at_one(f: Any, weight: Any, x: np.ndarray, sample: int) -> None:
 
     def of(weight: Any, x: Any) -> Any:
         slope = jax.grad(lambda weight, x: jnp.sum(f(weight, x) ** 2), (0, 1))
-        ones = jax.tree.map(jnp.ones_like, (weight, x))
-        return f(weight, x), *jax.jvp(slope, (weight, x), ones)
+        return f(weight, x), *jax.jvp(slope, (weight, x), jax.tree.map(jnp.ones_like, (weight, x)))
 
     without = lambda array: np.delete(array, sample, axis=1)
-    (y, *derivatives), (want, *wanted) = jax.jit(of)(weight, x), jax.jit(of)(weight, without(x))
+    run = jax.jit(lambda weight, *xs: [of(weight, x) for x in xs])
+    (y, *derivatives), (want, *wanted) = jax.device_get(run(weight, x, without(x)))
     assert np.all(np.isnan(y[:, sample]))
     assert_close(without(y), want, 1e-4)
     for (got, of_x), (of_weight, of_others) in zip(derivatives, wanted, strict=True):
-        assert_close(got, of_weight, 1e-4)
-        assert_close(without(of_x), of_others, 1e-4)
+        assert_close((got, without(of_x)), (of_weight, of_others), 1e-4)
         np.testing.assert_array_equal(of_x[:, sample], 0)
 
 
@@ -275,18 +268,18 @@ def test_what_is_masked_has_no_influence(kind: str):
 
 
 def test_masks_of_whole_samples():
-    weight, gone, x = make("post"), mask("post")[0], X
+    weight, gone = make("post"), mask("post")[0]
 
     @jax.jit
     def products(weight: Any, gone: jax.Array) -> Any:
-        alone = weight.matmul(x[:, 1], missing=True), weight.matmul(x[:, 0], missing=False)
-        one_by_one = jax.vmap(lambda x, missing: weight.matmul(x, missing=missing), (1, 0), 1)
-        stacked = weight.matmul(np.stack([x, x]), missing=jnp.stack([~gone, gone]))
-        return (weight.matmul(x, missing=gone), one_by_one(x, gone), stacked[1]), alone
+        one_by_one = jax.vmap(lambda x, missing: weight.matmul(x, missing=missing), (1, 0), 1)(X, gone)
+        stacked = weight.matmul(np.stack([X, X]), missing=jnp.stack([~gone, gone]))[1]
+        alone = [weight.matmul(X[:, i], missing=i == 1) for i in range(2)]
+        return (weight.matmul(X, missing=gone), one_by_one, stacked), alone
 
     of_all, alone = products(weight, gone)
     assert_close(of_all, (weight @ data("post"),) * 3)
-    assert_close(alone, (weight.psi, np.asarray(weight.matrix) @ x[:, 0]))
+    assert_close(alone, [np.asarray(weight.matrix) @ X[:, 0], weight.psi])
 
 
 @by_kind

@@ -47,22 +47,16 @@ def test_of_an_untouched_one_the_base_comes_back_bit_for_bit():
         assert np.all(np.signbit(np.asarray(merged.layers[0].weight)[0].astype(np.float32)))
 
 
-def test_a_trained_one_is_folded_in():
+def test_a_trained_one_is_folded_in_and_gradients_pass_an_untouched_one():
     layer = filled(eqx.nn.Linear, 4, 3)
-    changed = matrices.lora(layer, "weight", 2, key=KEY, scale=0.5)
-    changed = eqx.tree_at(lambda layer: layer.weight.b, changed, normal(1, 2, 4))
+    untouched = matrices.lora(layer, "weight", 2, key=KEY, scale=0.5)
+    changed = eqx.tree_at(lambda layer: layer.weight.b, untouched, normal(1, 2, 4))
     merged = matrices.merge(changed)
     base, a, b = map(np.asarray, (layer.weight, changed.weight.a, changed.weight.b))
     assert_close(merged.weight, base + np.float32(0.5) * a @ b)
     assert_close(*jax.jit(lambda *layers: [layer(jnp.ones(4)) for layer in layers])(merged, changed))
-
-
-def test_gradients_pass_an_untouched_one():
-    changed = matrices.lora(filled(eqx.nn.Linear, 4, 3), "weight", 2, key=KEY)
-    loss = lambda model: jnp.sum(jnp.sin(matrices.merge(model).weight))
-    gradient = tp.jit(tp.grad(loss))(changed).weight
-    assert_close(gradient.b, np.asarray(changed.weight.a).T @ np.cos(changed.weight.base))
-    assert_close(gradient.a, np.zeros((3, 2), np.float32))
+    gradient = tp.jit(tp.grad(lambda model: jnp.sum(jnp.sin(matrices.merge(model).weight))))(untouched).weight
+    assert_close((gradient.a, gradient.b), (np.zeros((3, 2), np.float32), np.float32(0.5) * a.T @ np.cos(base)))
 
 
 def test_the_base_is_the_same_after_steps_and_the_factors_are_not():
@@ -98,18 +92,15 @@ def test_the_base_costs_no_backward_work():
     assert tuned < 1.2 * forward
 
 
-def test_the_dtype_is_that_of_the_base():
+def test_random_factors_have_unit_columns_and_products_the_dtype_of_the_base():
     base = jax.device_put(np.asarray(normal(3, 3, 3)).astype(jnp.bfloat16))
+    long = matrices.LowRank.random(np.zeros((400, 3), np.float32), 8, key=KEY)
+    np.testing.assert_allclose(np.linalg.norm(long.a, axis=0), 1, atol=0.2)  # columns of about unit length
     weight = matrices.LowRank.random(base, 2, key=KEY, dtype=jnp.float32)
     assert (weight.a.dtype, weight.b.dtype) == (jnp.float32, jnp.float32)
     for each in (weight, weight.T, weight + weight, weight @ weight.T):
         product, dense = jax.eval_shape(lambda each: (each @ jnp.ones(3, jnp.bfloat16), each.to_dense()), each)
         assert each.dtype == product.dtype == dense.dtype == jnp.bfloat16
-
-
-def test_columns_of_the_first_factor_are_about_of_unit_length():
-    weight = matrices.LowRank.random(jnp.zeros((400, 3)), 8, key=KEY)
-    np.testing.assert_allclose(jnp.linalg.norm(weight.a, axis=0), 1, atol=0.2)
 
 
 def test_a_base_that_is_a_matrix():
@@ -138,12 +129,10 @@ def test_over_a_matrix_of_int8_numbers():
     changed = matrices.lora(layer, Int8, 2, key=KEY)
     dense = jax.device_put(np.float32(weight.rows) * np.asarray(weight.scale)[:, None])
     of_dense = eqx.tree_at(lambda layer: layer.weight.base, changed, dense)
-    layout = tp.layout(changed, matrices.LowRank)
-    assert layout.paths == ("weight.a", "weight.b")
+    assert tp.layout(changed, matrices.LowRank).paths == ("weight.a", "weight.b")
     with_grads = tp.value_and_grad(squares, matrices.LowRank)
-    (value, grads), (want, wanted) = eqx.filter_jit(lambda *both: [with_grads(each, x) for each in both])(
-        changed, of_dense
-    )
+    both = eqx.filter_jit(lambda *models: [with_grads(each, x) for each in models])(changed, of_dense)
+    (value, grads), (want, wanted) = both
     assert_close((value, tp.trainables(grads)), (want, tp.trainables(wanted)), 1e-4)
     assert np.any(np.asarray(grads.weight.b) != 0)
     tuned = optim.apply_updates(changed, grads).weight
@@ -200,11 +189,10 @@ TIED = dict.fromkeys(("one", "same"), normal(9, 3, 3)) | {"other": normal(10, 3,
 
 def test_an_array_at_two_places_gets_one_change_and_others_get_others():
     changed = matrices.lora(TIED, "*", 1, key=KEY)
-    assert changed["one"] is changed["same"]
     assert np.all(changed["one"].a != changed["other"].a)
-    merged = matrices.merge(changed)
+    merged, declared = matrices.merge(changed), matrices.lora(CODEC, ("one", "same"), 1, key=KEY)
+    assert changed["one"] is changed["same"]
     assert merged["one"] is merged["same"]
-    declared = matrices.lora(CODEC, ("one", "same"), 1, key=KEY)
     assert declared.one is declared.same
 
 
@@ -248,17 +236,11 @@ ONES = np.ones((2, 3), np.float32)
 REFUSED = [
     (lambda: matrices.LowRank(ONES, ONES[:, :1], ONES), r"\(2, rank\) and \(rank, 3\) .* got \(2, 1\) and \(2, 3\)"),
     (lambda: matrices.LowRank.random(ONES, 0, key=KEY), "the rank of a change must be at least 1, got 0"),
-    (
-        lambda: matrices.LowRank(ONES, 1j * ONES[:, :1], 1j * ONES[:1]),
-        "the factors are complex, but the base is float32",
-    ),
+    (lambda: matrices.LowRank(ONES, 1j * ONES[:, :1], 1j * ONES[:1]), "factors are complex, but the base is float32"),
     (lambda: matrices.LowRank([[1.0]], ONES, ONES), "expected an array, got list"),
     (lambda: matrices.LowRank(ONES[0], ONES, ONES), r"expected a matrix, got an array of shape \(3,\)"),
     (lambda: matrices.LowRank(ONES, ONES.astype(int), ONES), "a parameter must be floating or complex, got int32"),
-    (
-        lambda: matrices.LowRank.random(2 * IMPUTING.T, 1, key=KEY),
-        r"a LowRank cannot have a PreImputing in its base: .* NaN .*PreImputing\(LowR",
-    ),
+    (lambda: matrices.LowRank.random(2 * IMPUTING.T, 1, key=KEY), r"cannot have a PreImputing in its base: .* NaN "),
 ]
 
 

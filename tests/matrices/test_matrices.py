@@ -15,7 +15,7 @@ import treeparams as tp
 from treeparams import matrices
 
 from ..long import some
-from ..zoo import assert_close, assert_same, enable_x64, filled, first_devices
+from ..zoo import assert_close, enable_x64, filled, first_devices
 from .zoo import MATRICES, OWN, Circulant, low_rank, normal, put, svd
 
 KINDS = pytest.mark.parametrize("kind", MATRICES.values(), ids=MATRICES.keys())
@@ -94,16 +94,13 @@ def test_an_ensemble_and_low_precision(name: str):
 @KINDS
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
 def test_shapes_and_dtypes(kind: Any, shape: tuple[int, int]):
-    if 0 in shape and kind is MATRICES["of a user's own"]:
-        shape = (1, 1)  # there is no transform of nothing
-    matrix = kind(*shape)
+    matrix = kind(*shape if kind is not MATRICES["of a user's own"] else (1, 1))  # there is no transform of nothing
     m, n = matrix.shape
     x, y = jax.ShapeDtypeStruct((n, 3), jnp.float32), jax.ShapeDtypeStruct((3, m), jnp.float32)
     dense = jax.eval_shape(lambda matrix: matrix.to_dense(), matrix)
     shapes = lambda matrix: jax.eval_shape(products, matrix, x, y)
     assert shapes(matrix) == shapes(np.zeros(dense.shape, dense.dtype))
-    assert (matrix.shape, matrix.dtype, matrix.ndim) == (dense.shape, dense.dtype, 2)
-    assert matrix.T.T.shape == matrix.shape
+    assert (matrix.shape, matrix.dtype, matrix.ndim, matrix.T.T.shape) == (dense.shape, dense.dtype, 2, matrix.shape)
     with jax.numpy_dtype_promotion("standard"):
         low, wide, whole = cast(matrix, jnp.bfloat16), np.ones(n, np.float32), np.ones(n, int)
         got = jax.eval_shape(lambda low, matrix: (low @ wide, matrix @ whole), low, matrix)
@@ -120,13 +117,6 @@ def test_vectors_and_batches_of_jax_and_of_numpy(batch: tuple[int, ...]):
         got = matrix @ of(x), of(y) @ matrix
         assert all(isinstance(each, jax.Array) for each in got)
         assert_close(got, want)
-
-
-def test_through_the_vector_and_back():
-    model = {name: kind(3, 4) for name, kind in MATRICES.items()}
-    vector, restructure = tp.ravel(model)
-    assert restructure.layout.size == sum(leaf.size for leaf in tp.trainables(model).values())
-    assert_same(restructure(vector), model)
 
 
 # -- In layers
@@ -176,11 +166,8 @@ def random_composition(random: np.random.Generator, leaves: list[Any], depth: in
     return composed[list(composed)[random.integers(len(composed))]]
 
 
-def test_a_matrix_of_ones_own_takes_25_lines():
-    assert len(OWN["code"].strip().splitlines()) <= 25
-
-
 def test_random_compositions():
+    assert len(OWN["code"].strip().splitlines()) <= 25  # so many lines does a matrix of a user's own take
     random = np.random.default_rng(0)
     kept = [low_rank(1, 2, 2), matrices.Orthogonal(normal(2, 1, 2)), Circulant(normal(4, 2))]
     entries = jax.jit(lambda each: [matrix.to_dense() for matrix in each])(kept)
@@ -193,18 +180,14 @@ def test_random_compositions():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.max(abs(theirs)))
 
 
-def test_a_matrix_of_matrices_is_tied_to_its_parts():
+def test_which_parameters_a_matrix_of_matrices_has():
     a = matrices.Orthogonal(normal(26, 2, 2))
     model = {"a": a, "twice": 2 * a, "squared": a @ a, "transposed": a.T}
     assert tp.layout(model).paths == ("a.vectors",)
     assert len(tp.layout(model).ties["a.vectors"]) == 4
-
-
-def test_a_factor_is_a_parameter_if_it_is_an_array():
-    a = matrices.Orthogonal(normal(27, 2, 2))
     for each in (2.0 * a, a / 2, jax.jit(lambda a: a / 2)(a), jax.jit(lambda a: -a)(a)):
         assert tp.layout(each).paths == ("matrix.vectors",)
-    assert tp.layout(put(2)[0] * a).paths == ("matrix.vectors", "factor")
+    assert tp.layout(put(2)[0] * a).paths == ("matrix.vectors", "factor")  # if it is an array
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -107,10 +107,7 @@ STRUCTURE = {
     "complex chains": lambda x: jnp.log(jnp.abs(jnp.sin(_complex(x, x**2)) ** 2 + 3)),
 }  # fmt: skip
 
-_jitted = jax.jit(lambda y: jnp.tanh(y) * y)
-
-
-_complex = jax.lax.complex
+_jitted, _complex = jax.jit(lambda y: jnp.tanh(y) * y), jax.lax.complex
 
 
 def _table(x):
@@ -180,10 +177,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", some(OTHERS, {"while", "cumprod"}))
 def test_what_has_no_rule_is_exact_and_named(name):
     f = OTHERS[name]
-    with (
-        enable_x64(True),
-        pytest.warns(UserWarning, match=f"no rule for {name}: the result is exact, but"),
-    ):
+    with enable_x64(True), pytest.warns(UserWarning, match=f"no rule for {name}: the result is exact, but"):
         got, want = jax.jit(lambda x: (nested.input_laplacian(_of(f))(None, x), _by_hessian(f, x)[2]))(jnp.asarray(X))
     np.testing.assert_allclose(got, want, 1e-10, 1e-12)
 
@@ -228,17 +222,13 @@ def test_a_rule_for_jvp_is_the_one_that_counts(f):
 def test_a_chain_with_many_ends_is_traced_in_linear_time(monkeypatch):
     monkeypatch.setattr(_inputs, "_LONGEST", 6)
 
-    def f(count):
+    def size(count):
         def of(model, x):
-            total = 0.0
-            for _ in range(count):
-                x = jnp.sin(x)
-                total += jnp.sum(x)
-            return total
+            ends = [x := jnp.sin(x) for _ in range(count)]
+            return sum(map(jnp.sum, ends))
 
-        return of
+        return len(jax.make_jaxpr(lambda x: nested.input_laplacian(of)(None, x))(jnp.ones(2)).eqns)
 
-    size = lambda count: len(jax.make_jaxpr(lambda x: nested.input_laplacian(f(count))(None, x))(jnp.ones(2)).eqns)
     assert size(24) < 2.3 * size(12)
 
 

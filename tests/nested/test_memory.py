@@ -33,9 +33,18 @@ def arrays(f, *args):
     return [variable.aval.size for equation in equations(program.jaxpr) for variable in equation.outvars]
 
 
-@pytest.mark.parametrize("others", [False, True], ids=["one batch", "two batches"])
-@pytest.mark.parametrize("chunk", [None, 8, 5])
-@pytest.mark.parametrize(("f", "outputs"), [(single, 1), (several, 2)])
+# Each two of the three options meet.
+@pytest.mark.parametrize(
+    ("f", "outputs", "chunk", "others"),
+    [
+        (single, 1, None, False),
+        (single, 1, 8, True),
+        (single, 1, 5, False),
+        (several, 2, None, True),
+        (several, 2, 8, False),
+        (several, 2, 5, True),
+    ],
+)
 def test_a_kernel_holds_no_jacobian(f, outputs, chunk, others, monkeypatch):
     monkeypatch.setattr(_jacobian, "_ALL", 32 * outputs * 4000 - 1)
     of = lambda model, xs: nested.kernel(f, chunk=chunk)(model, xs, xs if others else None)
@@ -52,18 +61,16 @@ def test_a_kernel_takes_each_sample_forward_once_where_all_rows_may_be_there():
     assert max(arrays(nested.kernel(several), WIDE, SAMPLES)) == 32 * 2 * 2000
 
 
-@pytest.mark.parametrize("chunk", [None, 8, 5])
+COLUMNS = {"scale": ramp(), "w": ramp(9)}
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize(
     ("f", "model", "outputs", "n"),
     [
         (single, WIDE, 1, 4000),
         (several, WIDE, 2, 4000),
-        (
-            lambda model, x: jnp.outer(jnp.tanh(x * model["scale"]), model["w"]),
-            {"scale": ramp(), "w": ramp(9)},
-            360,
-            10,
-        ),
+        (lambda model, x: jnp.outer(jnp.tanh(x * model["scale"]), model["w"]), COLUMNS, 360, 10),
     ],
     ids=["one output", "several outputs", "by columns"],
 )
@@ -87,7 +94,7 @@ def test_chunks_bound_the_memory_of_the_compiled_program():
 
 # -- Over devices ------------------------------------------------------------------------------------------------------
 
-XS = jnp.asarray(np.sin(np.arange(36, dtype=np.float32)).reshape(12, 3))
+XS = jax.device_put(np.sin(np.arange(36, dtype=np.float32)).reshape(12, 3))
 
 
 def net(model, x):
@@ -110,12 +117,10 @@ def test_samples_over_devices():
         def kernel(*samples, **options):
             return nested.kernel(net, LAYOUT, axis_name=axis_name, **options)(model, *samples)
 
-        gradients = lambda **options: nested.per_example_gradients(loss, LAYOUT, **options)(model, own)
         of_samples = [
             nested.parameter_jacobian(net, LAYOUT, chunk=2)(model, own),
             nested.parameter_jacobian(phases, mode="complex", chunk=1)(waves, own),
-            gradients(),
-            gradients(flat=True, chunk=2),
+            nested.per_example_gradients(loss, LAYOUT, flat=True, chunk=2)(model, own),
         ]
         by_columns = nested.parameter_jacobian(many, "b", chunk=2)(waves, own)
         of_index = lambda model, i: net(model, own[i])
@@ -145,30 +150,22 @@ def test_a_kernel_over_a_mesh_of_two_axes(axes):
 
 def test_meshes_with_explicit_axes():
     """What lies over devices by type is brought together where rows are multiplied; tangents lie as the slots do."""
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=first_devices(4))
-    model, xs, vector = {"w": ramp(4, 4), "b": ramp(4)}, jnp.sin(ramp(8, 4) * 9), ramp(20)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=first_devices(2))
+    model, xs, vector = {"w": ramp(2, 2), "b": ramp(2)}, np.sin(ramp(4, 2) * 9), ramp(6)
     f = lambda model, x: jnp.tanh(x @ model["w"] + model["b"])
     loss = lambda model: jnp.sum(jnp.tanh(model["w"]) ** 2 * model["b"][None])
 
-    def in_chunks(model, xs):
-        gradients = nested.per_example_gradients(lambda m, x: jnp.sum(f(m, x) ** 2), flat=True, chunk=3)(model, xs)
-        return nested.parameter_jacobian(f, chunk=3)(model, xs), gradients
-
     @jax.jit
     def of_samples(model, xs):
-        return in_chunks(model, xs), [nested.kernel(f, chunk=chunk)(model, xs) for chunk in (None, 3)]
+        gradients = nested.per_example_gradients(lambda m, x: jnp.sum(f(m, x) ** 2), flat=True, chunk=3)(model, xs)
+        kernels = [nested.kernel(f, chunk=chunk)(model, xs) for chunk in (None, 3)]
+        return nested.parameter_jacobian(f, chunk=3)(model, xs), gradients, kernels
 
     @jax.jit
     def of_parameters(model, xs, vector):
         operator = nested.hessian_operator(loss, damping=0.1)(model)
         outputs = nested.ggn_operator(lambda m: jnp.tanh(m["w"]), lambda y: jnp.sum(y**2))(model)
-        return (
-            nested.kernel(f)(model, xs),
-            operator(vector),
-            operator @ jnp.eye(20),
-            operator.diagonal(),
-            outputs(vector),
-        )
+        return nested.kernel(f)(model, xs), operator(vector), operator.matrix(), operator.diagonal(), outputs(vector)
 
     want = of_samples(model, xs), of_parameters(model, xs, vector)
     put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
@@ -177,13 +174,14 @@ def test_meshes_with_explicit_axes():
         split = {"w": put(model["w"], "d"), "b": whole["b"]}
         got = of_samples(whole, put(xs, "d")), of_parameters(split, put(xs), put(vector))
     assert_close(got, want)
-    assert_close(jax.jit(in_chunks)(whole, put(xs, "d")), want[0][0])  # without `jax.set_mesh`
+    in_chunks = jax.jit(nested.parameter_jacobian(f, chunk=3))(whole, put(xs, "d"))  # without `jax.set_mesh`
+    assert_close(in_chunks, want[0][0])
 
 
 def test_kernels_of_mixed_widths_are_as_precise_as_the_widest():
     with enable_x64(True):
-        model = {"a": jnp.asarray(np.linspace(0.1, 1, 3), jnp.float32), "b": jnp.asarray(np.linspace(-1, 1, 3))}
+        model = {"a": np.linspace(0.1, 1, 3).astype("f"), "b": np.linspace(-1, 1, 3)}
         f = lambda model, x: jnp.tanh(x @ model["b"]) * jnp.sum(model["a"].astype(x.dtype) ** 2)
-        xs = jnp.sin(jnp.arange(15.0)).reshape(5, 3)
-        rows, kernel = (jax.jit(of(f))(model, xs) for of in (nested.parameter_jacobian, nested.kernel))
+        both = jax.jit(lambda *args: [of(f)(*args) for of in (nested.parameter_jacobian, nested.kernel)])
+        rows, kernel = map(np.asarray, both(model, np.sin(np.arange(15.0)).reshape(5, 3)))
         np.testing.assert_allclose(kernel, rows[:, 0] @ rows[:, 0].T, 1e-12)

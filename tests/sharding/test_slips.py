@@ -17,7 +17,7 @@ from ..nets import ADAM, BATCH, MIXED, RULES, SPLIT, loss, mesh_of, started, two
 from ..zoo import filled, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
-MESH, TWO = mesh_of(4), two_axes(("data", "model"))
+MESH, TWO, WHOLE = mesh_of(4), two_axes(("data", "model")), {"**": "whole"}
 EMBED = ramp(16, 4)
 LAYOUT = tp.layout({
     "embed": EMBED,
@@ -26,43 +26,33 @@ LAYOUT = tp.layout({
 })
 
 
-@pytest.mark.parametrize(
-    ("rules", "options", "message"),
-    [
-        ({"embed": "split"}, {}, "no rule matches\n'layers.0.b'~add a last rule for all other parameters"),
-        ({"**": "whole", "layers": "split", "embed": "whole"}, {}, "'layers' comes too late: '**' before it selects"),
-        ({"head": "whole", "layers": "whole"}, {}, "'head' names 'head', but 'embed' and 'head' are one array"),
-        ({"embd": "split", "**": "whole"}, {}, "'embd' selects nothing; nearest: 'embed'"),
-        ({"**": "split"}, {}, "'layers.0.b' (float32[3]), by '**': none of its axes is a multiple"),
-        ({"**": "split"}, {"form": "stacks"}, "'layers.0.b' (float32[3]), by '**': none of its axes is a multiple"),
-        (
-            {"**": "split"},
-            {"mesh": AbstractMesh((4, 3), ("data", "model")), "axis": "data"},
-            "another axis of the mesh, 'model', or \"whole\"",
-        ),
-        ({"**": "owned"}, {}, '\'**\': "owned" is for rows of stacks; write form="stacks", or "split" in a tree'),
-        ({"embed": "whole", "**": "split"}, {"form": "vector"}, "'embed' has 'whole' and 'layers.0.b'~form=\"stacks\""),
-        ({"**": P(None, "data")}, {"form": "vector"}, "the spec has 2 entries, the array 1 ax"),
-        ({"embed": P(None, None, "data"), "**": "whole"}, {}, "the spec has 3 entries, the array 2 axes"),
-        ({"embed": P("data", "data"), "**": "whole"}, {}, "the spec names an axis of the mesh twice"),
-        (
-            {"embed": P(("data", "model")), "**": "whole"},
-            {"mesh": TWO, "axis": "data"},
-            "axis 0 is split along the batch and along",
-        ),
-        ({"**": P(P.UNCONSTRAINED)}, {}, "its entries must be None, the name of an axis of the mesh, or a tuple"),
-        ({"**": "whole"}, {"form": "stack"}, 'form must be "tree", "vector" or "stacks", got \'stack\''),
-        ({"**": "whole"}, {"axis": "model"}, "axis: the mesh has no axis 'model'; its axes are 'data'"),
-        ({"**": "whole"}, {"mesh": TWO}, "the mesh has the axes 'data', 'model': name with axis="),
-        (
-            {"**": "whole"},
-            {"mesh": TWO, "axis": "model", "batch_axis": "data"},
-            "would all compute the same~a PartitionSpec",
-        ),
-    ],
-)
+_FORM, _VECTOR, _TWO = {"form": "stacks"}, {"form": "vector"}, {"mesh": TWO, "axis": "data"}
+_OF_THREE = {"mesh": AbstractMesh((4, 3), ("data", "model")), "axis": "data"}
+_NO_MULTIPLE = "'layers.0.b' (float32[3]), by '**': none of its axes is a multiple"
+PLANS = [  # in the messages, ~ is for what stands between
+    ({"embed": "split"}, {}, "no rule matches\n'layers.0.b'~add a last rule for all other parameters"),
+    ({"**": "whole", "layers": "split", "embed": "whole"}, {}, "'layers' comes too late: '**' before it selects"),
+    ({"head": "whole", "layers": "whole"}, {}, "'head' names 'head', but 'embed' and 'head' are one array"),
+    ({"embd": "split", "**": "whole"}, {}, "'embd' selects nothing; nearest: 'embed'"),
+    (SPLIT, {}, _NO_MULTIPLE),
+    (SPLIT, _FORM, _NO_MULTIPLE),
+    (SPLIT, _OF_THREE, "another axis of the mesh, 'model', or \"whole\""),
+    ({"**": "owned"}, {}, '\'**\': "owned" is for rows of stacks; write form="stacks", or "split" in a tree'),
+    ({"embed": "whole", "**": "split"}, _VECTOR, "'embed' has 'whole' and 'layers.0.b'~form=\"stacks\""),
+    ({"**": P(None, "data")}, _VECTOR, "the spec has 2 entries, the array 1 ax"),
+    ({"embed": P(None, None, "data"), "**": "whole"}, {}, "the spec has 3 entries, the array 2 axes"),
+    ({"embed": P("data", "data"), "**": "whole"}, {}, "the spec names an axis of the mesh twice"),
+    ({"embed": P(("data", "model")), "**": "whole"}, _TWO, "axis 0 is split along the batch and along"),
+    ({"**": P(P.UNCONSTRAINED)}, {}, "its entries must be None, the name of an axis of the mesh, or a tuple"),
+    (WHOLE, {"form": "stack"}, 'form must be "tree", "vector" or "stacks", got \'stack\''),
+    (WHOLE, {"axis": "model"}, "axis: the mesh has no axis 'model'; its axes are 'data'"),
+    (WHOLE, {"mesh": TWO}, "the mesh has the axes 'data', 'model': name with axis="),
+    (WHOLE, _TWO | {"axis": "model", "batch_axis": "data"}, "would all compute the same~a PartitionSpec"),
+]
+
+
+@pytest.mark.parametrize(("rules", "options", "message"), PLANS)
 def test_rules_that_cannot_be(rules, options, message):
-    """In the messages, ~ is for what stands between."""
     pattern = ".*".join(map(re.escape, message.split("~")))
     with pytest.raises(ValueError, match=f"(?s){pattern}"):
         sharding.plan(LAYOUT, rules=rules, **({"mesh": MESH} | options))
@@ -71,21 +61,27 @@ def test_rules_that_cannot_be(rules, options, message):
 # -- Steps -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tx", "form", "rules", "options", "message"),
-    [
-        (optim.trainable(ADAM), "tree", SPLIT, {}, "expected an Optax optimiser"),
-        (RULES["muon"], "vector", SPLIT, {}, 'use form="stacks" with optim.per_leaf, or form="tree"'),
-        (RULES["muon"], "stacks", MIXED, {}, r"inside optim\.per_leaf"),
-        (optax.lbfgs(), "tree", SPLIT, {}, r"calls the loss itself \(a line search\), use optim\.trainable"),
-        (ADAM, "tree", SPLIT, {"loss_takes": "x"}, 'loss_takes must be "model" or "form", got \'x\''),
-        (ADAM, "tree", SPLIT, {"microbatches": 0}, "microbatches must be a whole number of pieces, at least 1, got 0"),
-        (ADAM, "tree", SPLIT, {"average": 2.0}, "decay must be .*between 0 and 1, got 2.0"),
-        (ADAM, "tree", SPLIT, {"average": "0.9"}, r"average must be a decay, .*functools\.partial.*, got '0\.9'"),
-        (ADAM, "tree", SPLIT, {"average": tp.Ema}, r"average must be a decay, .*functools\.partial.*, got .*Ema"),
-        (ADAM, "tree", SPLIT, {"average": lambda params: 3}, "makes a tp.Ema of parameters, .*; it made int"),
-    ],
-)
+_AVERAGE = r"average must be a decay, .*functools\.partial.*, got "
+STEPS = [
+    (optim.trainable(ADAM), "tree", SPLIT, {}, "expected an Optax optimiser"),
+    (RULES["muon"], "vector", SPLIT, {}, 'use form="stacks" with optim.per_leaf, or form="tree"'),
+    (RULES["muon"], "stacks", MIXED, {}, r"inside optim\.per_leaf"),
+    (optax.lbfgs(), "tree", SPLIT, {}, r"calls the loss itself \(a line search\), use optim\.trainable"),
+    (ADAM, "tree", SPLIT, {"loss_takes": "x"}, 'loss_takes must be "model" or "form", got \'x\''),
+    (ADAM, "tree", SPLIT, {"microbatches": 0}, "microbatches must be a whole number of pieces, at least 1, got 0"),
+    (ADAM, "tree", SPLIT, {"average": 2.0}, "decay must be .*between 0 and 1, got 2.0"),
+    (ADAM, "tree", SPLIT, {"average": "0.9"}, _AVERAGE + r"'0\.9'"),
+    (ADAM, "tree", SPLIT, {"average": tp.Ema}, _AVERAGE + ".*Ema"),
+    (ADAM, "tree", SPLIT, {"average": lambda params: 3}, "makes a tp.Ema of parameters, .*; it made int"),
+    (ADAM, "tree", SPLIT, {"compute_dtype": "int8"}, r"of '\*\*': expected a floating dtype.*got int8"),
+    (ADAM, "tree", SPLIT, {"compute_dtype": {"none": "bfloat16"}}, "'none' selects nothing"),
+    (ADAM, "vector", SPLIT, {"compute_dtype": {"**.b": "float32", "**": "bfloat16"}},
+     "a vector is moved in one dtype, but compute_dtype gives its parameters '.*'"),
+    (ADAM, "tree", SPLIT, {"has_aux": 1}, "has_aux must be True or False"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tx", "form", "rules", "options", "message"), STEPS)
 def test_steps_that_cannot_be(tx, form, rules, options, message):
     plan = sharding.plan(nets.LAYOUT, mesh_of(), rules, form=form)
     with pytest.raises((ValueError, TypeError), match=f"(?s){message}"):
@@ -125,44 +121,28 @@ class Made:
         self.params, self.state = self.init(NET)
 
 
+def masked_by_a_tree(made):
+    rule = optax.masked(optax.sgd(0.1), jax.tree.map(lambda _: True, tp.partition(NET)[0]))
+    sharding.make_step(of_net, rule, sharding.plan(NET, mesh_of(), SPLIT, form="vector"))
+
+
+PIECES = lambda t: sharding.make_step(of_net, ADAM, t.plan, microbatches=3)[1]
 SLIPS = {
     "the model for params": (lambda t: t.step(NET, t.state, X, X), "MLP of 6 arrays.* params, state = init"),
     "no state": (lambda t: t.step(t.params, X, X), "got float32.32,8.* Write params, state, value = step.params"),
-    "params of an earlier step": (
-        lambda t: (t.step(t.params, t.state, X, X), t.step(t.params, t.state, X, X)),
-        "Use those that it",
-    ),
-    "a batch that cannot be shared": (
-        lambda t: t.step(t.params, t.state, X[:30], X[:30]),
-        "30 examples.*multiple of 4",
-    ),
+    "params of an earlier step": (lambda t: [t.step(t.params, t.state, X, X) for _ in "12"], "Use those that it"),
+    "a batch that cannot be shared": (lambda t: t.step(t.params, t.state, X[:30], X[:30]), "30 examples.*ple of 4"),
     "a batch as a tuple": (lambda t: t.step(t.params, t.state, (X, X)), "'y'.*got tuple.* one by one"),
     "params for the model": (lambda t: t.init(t.params), "in the form of the plan.* params, state = init"),
     "the model for params, in plan.model": (lambda t: t.plan.model(NET, t.state), "got MLP of 6 arrays.* Pass those"),
     "params for the state, in plan.model": (lambda t: t.plan.model(t.params, t.params), "got MLP. Write .* plan.model"),
-    "a word that is no rule": (
-        lambda t: sharding.plan(NET, mesh_of(), {"**": "splitt"}),
-        '"split", "owned".*\'splitt\'',
-    ),
+    "a word that is no rule": (lambda t: sharding.plan(NET, MESH, {"**": "splitt"}), '"split", "owned".*\'splitt\''),
     "no mesh": (lambda t: sharding.plan(NET, 4, SPLIT), "expected a mesh, such as jax.make_mesh.*got int"),
-    "an option that is none": (
-        lambda t: sharding.make_step(of_net, ADAM, t.plan, loss_is="mean"),
-        "no argument 'loss_is'.*has_aux",
-    ),
-    "pieces that cannot be shared": (
-        lambda t: sharding.make_step(of_net, ADAM, t.plan, microbatches=3)[1](t.params, t.state, X, X),
-        "in 3 pieces; give a multiple of 12",
-    ),
+    "no option": (lambda t: sharding.make_step(of_net, ADAM, t.plan, loss_is="mean"), "no argument 'loss_is'.*has_aux"),
+    "pieces of another number": (lambda t: PIECES(t)(t.params, t.state, X, X), "in 3 pieces; give a multiple of 12"),
     "the rule first": (lambda t: sharding.make_step(ADAM, of_net, t.plan), "function, Plan. Write sharding"),
     "no plan": (lambda t: sharding.make_step(of_net, ADAM, nets.LAYOUT), "Layout. Write sharding.make_step\\(loss"),
-    "a mask of a tree over a vector": (
-        lambda t: sharding.make_step(
-            of_net,
-            optax.masked(optax.sgd(0.1), jax.tree.map(lambda _: True, tp.partition(NET)[0])),
-            sharding.plan(NET, mesh_of(), SPLIT, form="vector"),
-        ),
-        'it fails there.* form="tree"',
-    ),
+    "a mask of a tree over a vector": (masked_by_a_tree, 'it fails there.* form="tree"'),
     "raw keys": (lambda t: t.step(t.params, t.state, X, jax.random.PRNGKey(0)), "batch.1. 2.*wrap_key_data"),
 }
 
@@ -192,22 +172,3 @@ def test_a_state_of_a_model_stays_what_it_was():
     init, step = sharding.make_step(of, optax.sgd(0.1), sharding.plan(NET, mesh_of(), SPLIT), has_state=True)
     with pytest.raises(ValueError, match=r"state\['count'\] was int32\[\] and is float32\[\]"):
         step(*init(NET, {"count": jnp.zeros((), jnp.int32)}), X)
-
-
-@pytest.mark.parametrize(
-    ("form", "options", "kind", "message"),
-    [
-        ("tree", {"compute_dtype": "int8"}, TypeError, r"compute_dtype of '\*\*': expected a floating dtype.*got int8"),
-        ("tree", {"compute_dtype": {"none": "bfloat16"}}, ValueError, "'none' selects nothing"),
-        (
-            "vector",
-            {"compute_dtype": {"**.bias": "float32", "**": "bfloat16"}},
-            ValueError,
-            "a vector is moved in one dtype, but compute_dtype gives its parameters 'bfloat16', 'float32'",
-        ),
-        ("tree", {"has_aux": 1}, TypeError, "has_aux must be True or False"),
-    ],
-)
-def test_options_that_cannot_be(form, options, kind, message):
-    with pytest.raises(kind, match=message):
-        sharding.make_step(of_net, ADAM, sharding.plan(NET, mesh_of(), SPLIT, form=form), **options)

@@ -64,14 +64,10 @@ def test_one_initial_array_for_two_biases_is_noticed_once(verb: str):
 
 
 ACCIDENTS = {
-    "biases of a net": (
-        lambda: Tower([block(zero := zeros(3)), block(zero), block(zero)]),
-        [0, 1, 2],
-        "layers.{}.bias",
-    ),
+    "biases of a net": (lambda: Tower([block(no := zeros(3)), block(no), block(no)]), [0, 1, 2], "layers.{}.bias"),
     "a NumPy array": (lambda: with_equal_biases(np.zeros(3, np.float32)), [1, 2], "b{}"),
-    "beside a declared tie": (lambda: Tower([zero := zeros(2)], zero, zero), ["layers.0", "norm"], "{}"),
-    "two norms": (lambda: [Block(zero := zeros(3), ramp(2), ramp(2)), Block(zero, *ramp(2, 2))], [0, 1], "{}.norm"),
+    "beside a declared tie": (lambda: Tower([no := zeros(2)], no, no), ["layers.0", "norm"], "{}"),
+    "two norms": (lambda: [Block(no := zeros(3), ramp(2), ramp(2)), Block(no, *ramp(2, 2))], [0, 1], "{}.norm"),
     "nodes of zeros alone": (lambda: Tower({"a": (no := [zeros(2), zeros()]), "c": no}), ["a", "c"], "layers.{}.0"),
 }
 
@@ -80,8 +76,7 @@ ACCIDENTS = {
 def test_one_number_throughout_is_no_shared_parameter(make: Callable[[], Any], numbers: list[Any], name: str):
     paths = list(map(name.format, numbers))
     with one_array(*paths):
-        layout = tp.layout(make())
-    assert layout.ties[paths[0]][: len(paths) - 1]  # a tie it stays
+        assert tp.layout(make()).ties[paths[0]][: len(paths) - 1]  # a tie it stays
 
 
 @pytest.mark.parametrize("copies", [lambda one: [one] * 4, lambda one: {"online": one, "target": one}])
@@ -194,7 +189,7 @@ def test_operations_that_part_a_tie_are_noticed(name: str):
 @pytest.mark.parametrize("way", WAYS)
 def test_layouts_and_optimisers_notice_it(way: str):
     tp.layout(model := tied())
-    with lost(*(f"{'net.' * (way == 'within')}{name}" for name in ("embed", "head"))):
+    with lost(*("net.embed", "net.head") if way == "within" else ("embed", "head")):
         WAYS[way](PART["tree.map"](model))
 
 

@@ -137,18 +137,12 @@ def test_a_table_in_a_notebook_has_the_cells_of_the_text(make):
 
 def test_values_do_not_count_but_structure_does():
     model, layout = net(), tp.layout(net())
-    alike = [
-        net(7),
-        dataclasses.replace(model, rate=2, act=jax.nn.gelu),
-        eqx.tree_at(lambda m: m.first.weight, model, np.ones((2, 3), np.float64)),
-    ]
-    assert {tp.layout(other) for other in alike} == {layout}
+    weight = lambda new: eqx.tree_at(lambda m: m.first.weight, model, new)
     bias = lambda new: eqx.tree_at(lambda m: m.first.bias, model, new)
-    differ = [
-        eqx.tree_at(lambda m: m.first.weight, model, ramp(2, 4)),
-        eqx.tree_at(lambda m: m.count, model, ramp(3)),
-        *map(bias, (ramp(2, dtype=jnp.bfloat16), None, model.scale)),
-    ]
+    alike = [net(7), dataclasses.replace(model, rate=2, act=jax.nn.gelu), weight(np.ones((2, 3), np.float64))]
+    assert {tp.layout(other) for other in alike} == {layout}
+    differ = [weight(ramp(2, 4)), *map(bias, (ramp(2, dtype=jnp.bfloat16), None, model.scale))]
+    differ.append(eqx.tree_at(lambda m: m.count, model, ramp(3)))
     layouts = [layout, layout.freeze("first.bias"), *(tp.layout(other, thaw="scale") for other in differ)]
     assert len(set(layouts)) == len(layouts)
     assert layout != "a layout"
@@ -239,13 +233,9 @@ def test_abstract_models_have_the_same_layout_but_no_ties_by_identity():
 def test_a_deleted_array_is_named_by_path():
     model = {"a": ramp(2), "b": [ramp(3)]}
     model["b"][0].delete()
-    for use in (
-        tp.ravel,
-        tp.copy,
-        lambda model: tp.maptrainable(lambda x: x + 1, model),
-        lambda model: tp.ema(model, {"a": ramp(2), "b": [ramp(3)]}, decay=0.5),
-        tp.grad(lambda model: jnp.sum(model["b"][0])),
-    ):
+    mapped = lambda model: tp.maptrainable(lambda x: x + 1, model)
+    average = lambda model: tp.ema(model, {"a": ramp(2), "b": [ramp(3)]}, decay=0.5)
+    for use in (tp.ravel, tp.copy, mapped, average, tp.grad(lambda model: jnp.sum(model["b"][0]))):
         with pytest.raises(RuntimeError, match=r"'b.0' has been deleted, as by a step that donates it; .*tp.copy"):
             use(model)
 

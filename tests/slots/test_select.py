@@ -92,10 +92,7 @@ def test_a_rule_or_a_callable_names_each_place_of_a_tie():
     [
         ("heat.weight", r"'heat.weight' selects nothing; nearest: 'head.weight'"),
         (lambda m: None, r"^lambda at test_select.py:\d+ selects nothing; the model's parameters are 'body.0.weight'"),
-        (
-            lambda m: (m.act, m.steps),
-            r"no parameter, only 'act' \(function, not an array\); only floating",
-        ),
+        (lambda m: (m.act, m.steps), r"no parameter, only 'act' \(function, not an array\); only floating"),
         (["head", "boddy"], r"'boddy' selects nothing; nearest: 'body"),
         (["body", "!boddy"], r"'boddy' selects nothing"),
     ],

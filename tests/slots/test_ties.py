@@ -31,17 +31,9 @@ class Declares(eqx.Module):
     shifted: Any = tp.field(tied_to="inner.encoder", default=None)
 
 
-def codec() -> Codec:
-    return Codec(leaf(2, 3), leaf(3, 2))
-
-
-def squares() -> dict[str, Any]:
-    return {name: leaf(2, 2) for name in "abcd"}
-
-
-def shared() -> dict[str, Any]:
-    array = leaf(2)
-    return {"online": {"w": array, "b": leaf(1)}, "target": {"w": array}}
+codec = lambda: Codec(leaf(2, 3), leaf(3, 2))
+squares = lambda: {name: leaf(2, 2) for name in "abcd"}
+shared = lambda: (lambda array: {"online": {"w": array, "b": leaf(1)}, "target": {"w": array}})(leaf(2))
 
 
 def test_the_same_array_is_tied_wherever_it_stands():
@@ -128,18 +120,13 @@ def test_the_remedies_that_are_named_help():
     assert tp.layout(model | {"third": tp.copy(model["third"])}, freeze="third").paths == ("online.b", "online.w")
 
 
-def test_ties_of_frozen_parameters_are_remembered():
-    for layout in (tp.layout(shared()), tp.layout(codec())):
-        frozen = layout.freeze("**")
-        assert (frozen.size, frozen.ties) == (0, layout.ties)
-        assert frozen.thaw("**") == layout
-
-
-def test_an_alias_with_a_transform_follows_its_source():
+def test_ties_of_frozen_parameters_are_remembered_and_an_alias_with_a_transform_follows_its_source():
     layout = tp.layout(codec())
-    for same in (tp.layout(codec(), "encoder"), layout.freeze("encoder").thaw("encoder")):
-        assert same == layout
+    for each in (tp.layout(shared()), layout):
+        frozen = each.freeze("**")
+        assert (frozen.size, frozen.ties, frozen.thaw("**")) == (0, each.ties, each)
     frozen = layout.freeze("encoder")
+    assert layout == tp.layout(codec(), "encoder") == frozen.thaw("encoder")
     assert frozen == tp.layout(codec(), freeze=["encoder", "decoder"]) != layout
     assert jax.tree.leaves(frozen.mask) == [False, False]
 

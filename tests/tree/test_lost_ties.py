@@ -99,14 +99,14 @@ def test_it_is_silent_where_the_ties_are_known_and_for_copies_that_were_untied(u
     if untied:
         model = tp.untie(model)
         layout = tp.layout(model)
-    params, rest = tp.partition(model)
-    vector, restructure = tp.ravel(model)
+    (params, rest), (vector, restructure) = tp.partition(model), tp.ravel(model)
+    of_halves = lambda params, rest: tp.grad(loss)(tp.combine(params, rest))
     jax.eval_shape(tp.grad(loss, layout), model)
     jax.eval_shape(lambda model: tp.ravel(model, layout)[0], model)
-    jax.eval_shape(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)), params, rest)
+    jax.eval_shape(of_halves, params, rest)
     jax.eval_shape(lambda vector, restructure: tp.grad(loss)(restructure(vector)), vector, restructure)
     tp.jit(tp.grad(loss))(model)
-    tp.jit(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)))(params, rest)
+    tp.jit(of_halves)(params, rest)
     tp.jit(lambda average: tp.grad(loss)(average.average))(tp.Ema(model, 0.9))
     tp.jit(lambda model: tp.grad(loss)(tp.untie(model)))(model)
     jax.vmap(lambda x: tp.grad(loss)(model, x))(np.ones(3, "f"))  # the model is no argument of the `vmap`

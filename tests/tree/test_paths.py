@@ -34,12 +34,8 @@ class Nameless:
 jtu.register_pytree_node(Nameless, lambda node: (node.children, None), lambda _, children: Nameless(*children))
 
 
-def leaf() -> np.ndarray:
-    return np.ones(2, np.float32)
-
-
-def ordered(*keys: Any) -> OrderedDict[Any, np.ndarray]:
-    return OrderedDict((key, leaf()) for key in keys)
+leaf = lambda: np.ones(2, np.float32)
+ordered = lambda *keys: OrderedDict((key, leaf()) for key in keys)
 
 
 def quoted(text: str) -> str:
