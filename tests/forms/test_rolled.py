@@ -116,13 +116,13 @@ def test_under_other_transformations():
             x = jax.nn.relu(weight @ x) + jnp.sin(x) * jnp.cos(x)
         return jnp.sum(x**2)
 
-    rolled = tp.rolled(loss)
-    assert products(rolled, stacks, X) < products(loss, stacks, X)
+    rolled, x = tp.rolled(loss), jnp.ones(3)
+    assert products(rolled, stacks, x) < products(loss, stacks, x)
     several = jax.tree.map(lambda s: np.stack([s, np.float32(2) * np.asarray(s)]), stacks)
-    along = lambda f: lambda s: jax.jvp(jax.grad(jax.checkpoint(f)), (s, X), (jax.tree.map(jnp.cos, s), X))
-    each = lambda f: lambda stacks, several: (along(f)(stacks), jax.vmap(jax.grad(f), (0, None))(several, X))
+    along = lambda f: lambda s: jax.jvp(jax.grad(jax.checkpoint(f)), (s, x), (jax.tree.map(jnp.cos, s), x))
+    each = lambda f: lambda stacks, several: (along(f)(stacks), jax.vmap(jax.grad(f), (0, None))(several, x))
     close(*jax.jit(lambda *args: [each(f)(*args) for f in (rolled, loss)])(stacks, several))
-    close(rolled(stacks, X), loss(stacks, X))  # without `jit`
+    close(rolled(stacks, x), loss(stacks, x))  # without `jit`
 
 
 def test_so_many_layers_take_as_many_operations_as_few():

@@ -30,7 +30,8 @@ close = functools.partial(assert_close, tolerance=1e-10)
 
 def product(rows, others=None):
     """The kernel of dense Jacobians of (samples, outputs, n)."""
-    rows, others = (each.reshape(-1, each.shape[-1]) for each in (rows, rows if others is None else others))
+    flat = lambda each: each.reshape(each.shape[0] * each.shape[1], each.shape[2])  # of no parameters, too
+    rows, others = map(flat, (rows, rows if others is None else others))
     return rows @ others.conj().T
 
 

@@ -174,8 +174,8 @@ def trained(loss, rule, way, batch, **options):
     return values, plan.model(params, state, whole=True), plan
 
 
-# Each way, loss and rule at least once in each run. What a loss is does not depend on the rule, nor on where anything
-# lies: with --long each is met by all of the others.
+# Each way, loss and rule at least once in each run. What a loss is depends neither on the rule nor on where arrays lie:
+# each loss in each way, and each rule in several ways, is left to --long.
 USUAL = {
     "tree": (contrastive, "adam", 2),
     "tree, some whole": (masked, "lamb", 1),
