@@ -20,27 +20,18 @@ PAGES = pathlib.Path(__file__).parent.parent / "docs" / "pages" / "how-to"
 pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.timeout(300)]  # a page is a whole program
 
 
+@functools.cache
 def names_of(page):
     """The names that the code of a page makes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with jax.numpy_rank_promotion("allow"):
         namespace, blocks = run(PAGES / page)
     assert any(block.shown for block in blocks)
     return types.SimpleNamespace(**namespace)
 
 
-@pytest.fixture(scope="module")
-def page():
-    return names_of("adopt.md")
-
-
-@pytest.fixture(scope="module")
-def flax_page():
-    return names_of("adopt-flax.md")
-
-
-@pytest.fixture(scope="module")
-def more():
-    return names_of("adopt-more.md")
+page = pytest.fixture(lambda: names_of("adopt.md"))
+flax_page = pytest.fixture(lambda: names_of("adopt-flax.md"))
+more = pytest.fixture(lambda: names_of("adopt-more.md"))
 
 
 def assert_same(ported, by_hand):
@@ -77,7 +68,7 @@ def test_the_frozen_layer_of_equinox(page):
     for _ in range(3):
         model, state = step(model, state, page.xs, 5 * page.xs - 2)
     assert_same(page.tuned, model)
-    assert not jnp.array_equal(model.layers[1].weight, page.mlp.layers[1].weight)
+    assert not np.array_equal(model.layers[1].weight, page.mlp.layers[1].weight)
     with pytest.raises(TypeError, match="custom_jvp"):  # the activation
         optax.adam(3e-3).init(page.mlp)
 
@@ -104,7 +95,7 @@ def test_the_gan_of_equinox(page):
         discriminator, d_state, running = step_discriminator(discriminator, generator, d_state, running, noise)
         generator, g_state, running = step_generator(generator, discriminator, g_state, running, noise)
     assert_same((page.generator, page.discriminator, page.running), (generator, discriminator, running))
-    assert not jnp.array_equal(generator.layers[0].weight, page.nets[0].layers[0].weight)
+    assert not np.array_equal(generator.layers[0].weight, page.nets[0].layers[0].weight)
 
     # As the original has it: `eqx.is_array` selects the initial statistics, too.
     state = rule.init(eqx.filter(discriminator, eqx.is_array))
@@ -144,8 +135,8 @@ def test_the_neural_sde_of_diffrax(page):
     for _ in range(3):
         pair, states = step(pair, states, page.noise, page.paths)
     assert_same(page.clipped, pair)
-    weight = page.clipped["discriminator"].initial.layers[0].weight
-    assert jnp.abs(weight).max() == 1 / 4 < jnp.abs(page.pair["discriminator"].initial.layers[0].weight).max()
+    weight = page.clipped["discriminator"].initial.weight
+    assert np.abs(weight).max() == 1 / 4 < np.abs(page.pair["discriminator"].initial.weight).max()
 
 
 def test_the_decay_mask_and_the_clip_of_gpt_jax(flax_page):
@@ -167,7 +158,7 @@ def test_the_decay_mask_and_the_clip_of_gpt_jax(flax_page):
     for _ in range(3):
         gpt = step(gpt, page.tokens)
     assert_close(page.gpt.params, gpt.params)
-    assert not jnp.array_equal(gpt.params["params"]["wte"]["embedding"], page.params["params"]["wte"]["embedding"])
+    assert not np.array_equal(gpt.params["params"]["wte"]["embedding"], page.params["params"]["wte"]["embedding"])
     with pytest.raises(ValueError, match="FrozenDict"):
         optax.adamw(2.5e-4, mask=flax.core.freeze(decays)).init(page.params)
 
@@ -177,7 +168,7 @@ def test_fit_to_data_of_flowjax(page):
     fitted = page.fit_to_data(wrapped, page.data, optax.adamw(5e-4))
     assert isinstance(fitted.base_dist["loc"], paramax.NonTrainable)
     assert_same(page.fitted, paramax.unwrap(fitted))
-    assert jnp.all(fitted.shift != page.flow.shift)
+    assert np.all(np.not_equal(fitted.shift, page.flow.shift))
 
 
 def test_td3_and_dqn_of_cleanrl(flax_page):
@@ -217,8 +208,7 @@ def test_td3_and_dqn_of_cleanrl(flax_page):
     assert_same(page.agent, {name: state.params for name, state in states.items()})
     assert_same(page.target, {name: state.target_params for name, state in states.items()})
     kernels = [tree["actor"]["params"]["kernel"] for tree in (page.first, page.target, page.agent)]
-    assert jnp.all(kernels[0] != kernels[1])
-    assert jnp.all(kernels[1] != kernels[2])
+    assert np.all(np.not_equal(kernels[:2], kernels[1:]))
     assert_same(page.copied, optax.incremental_update(page.agent, page.target, 1))
     assert_close(page.at_once, page.agent)
 
@@ -239,7 +229,7 @@ def test_the_clip_and_adam_of_purejaxrl(flax_page):
     states, norms = jax.jit(jax.vmap(train))(page.seeds)
     assert_close(page.policies, states.params)
     assert_close(page.norms, norms)
-    assert jnp.all(norms > 0.5)
+    assert np.all(np.asarray(norms) > 0.5)
 
 
 def test_the_maml_of_jax(page):
@@ -254,7 +244,7 @@ def test_the_maml_of_jax(page):
         return jnp.mean((apply(params, x) - y) ** 2)
 
     def inner_update(params, x, y):
-        for _ in range(3):
+        for _ in range(2):
             grads = jax.grad(error)(params, x, y)
             params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         return params
@@ -291,14 +281,14 @@ def test_the_tied_embedding_of_midgpt_and_kira(flax_page):
 
     start, static = eqx.partition(page.start, eqx.is_array)
     apart = trained(lambda params, tokens: jax.vmap(eqx.combine(params, static))(tokens), start)
-    assert jnp.any(apart.lm_head.weight != apart.wte.weight)  # as in midGPT
+    assert np.any(np.not_equal(apart.lm_head.weight, apart.wte.weight))  # as in midGPT
 
     pair = eqx.nn.Shared((page.start.wte, page.start.lm_head), lambda pair: pair[1].weight, lambda pair: pair[0].weight)
     shared, static = eqx.partition(pair, eqx.is_array)
     call = lambda params, tokens: jax.vmap(page.Language(*eqx.combine(params, static)()))(tokens)
     wte, lm_head = eqx.combine(trained(call, shared), static)()  # as in Kira
     assert_same(page.tied, page.Language(wte, lm_head))
-    assert jnp.all(wte.weight != page.start.wte.weight)
+    assert np.all(np.not_equal(wte.weight, page.start.wte.weight))
 
 
 def test_the_train_state_of_flax_that_stays(flax_page):
@@ -313,12 +303,12 @@ def test_the_train_state_of_flax_that_stays(flax_page):
         return run.apply_gradients(grads=jax.grad(loss)(run.params))
 
     run = TrainState.create(apply_fn=page.gpt.apply_fn, params=page.params, tx=page.rule)
-    assert jnp.any(step(run, page.tokens).params["params"]["wte"]["embedding"] != embedding["embedding"])
     for _ in range(3):
         run = step(run, page.tokens)
+        assert np.any(np.not_equal(run.params["params"]["wte"]["embedding"], embedding["embedding"]))
         run = run.replace(params=with_embedding(run.params))
     assert_same(page.classifier.params, run.params)
-    assert jnp.all(run.params["params"]["c_fc"]["kernel"] != page.params["params"]["c_fc"]["kernel"])
+    assert np.all(np.not_equal(run.params["params"]["c_fc"]["kernel"], page.params["params"]["c_fc"]["kernel"]))
 
 
 def test_the_solutions_of_evosax(more):
@@ -431,7 +421,7 @@ def test_the_vae_of_nnx(more):
     by_hand = flax.nnx.split(module)[1]
     assert_close(flax.nnx.to_pure_dict(more.vae), flax.nnx.to_pure_dict(by_hand))
     assert_same(more.vae["first"], more.started["first"])
-    assert jnp.all(more.vae["decoder"]["kernel"][...] != more.started["decoder"]["kernel"][...])
+    assert np.all(np.not_equal(*[each["decoder"]["kernel"][...] for each in (more.vae, more.started)]))
 
 
 def test_the_average_of_a_diffusion_trainer(more):
