@@ -15,13 +15,13 @@ BATCH = (np.sin(np.arange(36, dtype=np.float32)).reshape(12, 3), np.cos(np.arang
 
 @pytest.fixture(scope="module")
 def model():
-    return {"mlp": filled(eqx.nn.MLP, 3, "scalar", 4, 1), "norm": Norm(ramp(3), ramp(3))}
+    return {"linear": filled(eqx.nn.Linear, 3, "scalar"), "norm": Norm(ramp(3), ramp(3)), "act": jnp.tanh}
 
 
 def loss(model, batch):
     x, y = batch
     x = (x - model["norm"].mean[None]) * model["norm"].scale[None]
-    return jnp.mean((jax.vmap(model["mlp"])(x) - y) ** 2)
+    return jnp.mean((model["act"](jax.vmap(model["linear"])(x)) - y) ** 2)
 
 
 def test_it_equals_the_gradient_of_the_full_batch(model):
@@ -30,15 +30,14 @@ def test_it_equals_the_gradient_of_the_full_batch(model):
     @tp.jit
     def all_of_them(model, batch):
         results = [tp.accumulate(loss, known, pieces=pieces)(model, batch) for pieces in (1, 5, 20)]
-        one, first = tuple(each[:1] for each in batch), tp.accumulate(loss, known, pieces=2)
+        one = tuple(each[:1] for each in batch)
         of = tp.value_and_grad(loss, known)
-        return of(model, batch), results, of(model, one), first(model, one)
+        return of(model, batch), results, of(model, one), tp.accumulate(loss, known, pieces=2)(model, one)
 
     batch = tuple(each[:7] for each in BATCH)
     want, results, *of_one = all_of_them(model, batch)
     assert_close(results, [want] * 3, 1e-6)
     assert_close(*of_one, 1e-6)
-    assert_close(tp.accumulate(loss, known, pieces=2)(model, batch), want, 1e-6)
 
 
 def test_a_vector_is_a_model_too_and_it_differentiates_further(model):

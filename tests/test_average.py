@@ -1,16 +1,22 @@
 """Copies and averages."""
 
+import dataclasses
 import itertools
+from typing import Any
 
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import treeparams as tp
 
 from .zoo import ZOO, Norm, as_data, assert_same, bits, enable_x64, pattern, ramp, with_refs
+
+UPDATE = jax.jit(tp.Ema.update)
 
 
 def ids(tree):
@@ -81,16 +87,6 @@ def test_near_the_largest_float_and_with_all_the_weight(dtype):
         assert {bits(got) for got in takes} == {bits(few)}
         assert {bits(got) for got in by_tau} == {bits(few[:6])}
     assert bits(tp.ema(many, few, tau=1)) == bits(few)
-
-
-def test_tau_is_rounded_as_optax_rounds_it():
-    old, new = (jax.device_put(np.random.default_rng(i).normal(size=(5, 77)).astype(np.float32)) for i in (0, 1))
-    ours, theirs = (lambda o, n, t: tp.ema(o, n, tau=t)), (lambda o, n, t: optax.incremental_update(n, o, t))
-    np.testing.assert_array_equal(*[jax.jit(f)(old, new, 0.005) for f in (ours, theirs)])
-    for other in (theirs(old, new, 0.005), tp.ema(old, new, decay=0.995)):
-        np.testing.assert_allclose(ours(old, new, 0.005), other, 1e-5, 1e-7)
-    ema = tp.Ema(old, tau=lambda count: 0.5 / (1.0 + jnp.asarray(count, jnp.float32)), warmup=True).update(new)
-    np.testing.assert_allclose(ema.average, 0.1 * np.asarray(old) + 0.9 * np.asarray(new), 1e-5, 1e-6)
 
 
 def of_ema(average, model, buffers="copy"):
@@ -231,27 +227,18 @@ def test_bad_input(call, error, message):
         call()
 
 
-def test_donating_the_model_leaves_the_average_alive():
-    shared = ramp(8)
-    model = {"a": shared, "b": shared, "n": jnp.arange(3)}
-    average = tp.copy(model)
-    step = tp.jit(lambda m, a: (tp.maptrainable(lambda x: x + 1, m), tp.ema(a, m, decay=0.5)), donate="all")
-    model, average = step(*step(model, average))
-    assert average["a"] is average["b"]
-    np.testing.assert_allclose(average["a"], ramp(8) + 0.5, 1e-6)
-    assert shared.is_deleted()
-
-
 @pytest.mark.parametrize("debias", [False, True])
 @pytest.mark.parametrize("warmup", [False, True])
-@pytest.mark.parametrize("decay", [0.9, lambda count: 1 - 1 / (2.0 + jnp.asarray(count, jnp.float32))])
-def test_the_average_is_that_of_its_definition(debias, warmup, decay):
+@pytest.mark.parametrize("name", ["constant", "decay", "tau"])
+def test_the_average_is_that_of_its_definition(debias, warmup, name):
     first, *models = [{"w": ramp(3, start=float(i**2 % 7)), "n": np.array(i)} for i in range(5)]
-    ema = tp.Ema(first, decay, debias=debias, warmup=warmup)
+    tau = lambda count: 1 / (2.0 + jnp.asarray(count, jnp.float32))
+    decay = 0.9 if name == "constant" else lambda count: 1 - tau(count)
+    ema = tp.Ema(first, debias=debias, warmup=warmup, **({"tau": tau} if name == "tau" else {"decay": decay}))
     shadow = np.zeros(3) if debias else np.asarray(first["w"], np.float64)
     weight = 0.0
     for count, model in enumerate(models):
-        ema = ema.update(model)
+        ema = UPDATE(ema, model)
         d = float(decay(count)) if callable(decay) else decay
         d = min(d, (1 + count) / (10 + count)) if warmup else d
         shadow = d * shadow + (1 - d) * np.asarray(model["w"], np.float64)
@@ -321,3 +308,108 @@ def test_a_ref_of_another_shape_is_refused_before_anything_is_written():
     with pytest.raises(ValueError, match=r"'steps' \(int32\[\]; .*\[2\]\)"):
         tp.ema(target, with_refs() | other, tau=0.5)
     np.testing.assert_array_equal(target["mean"][...], [7, 7, 7])
+
+
+# -- What is no parameter goes by its path: places that share an array are several places ----------------------------
+
+
+class Part(eqx.Module):
+    weight: jax.Array
+    count: Any
+    key: jax.Array
+    rate: float
+    on: bool
+    mean: jax.Array = tp.field(trainable=False)
+    variance: jax.Array = tp.field(trainable=False)
+
+
+class Stateful(eqx.Module):
+    index: eqx.nn.StateIndex
+
+
+def average_of(parts, has_state):
+    """Parts that share a few arrays, weights among them, and a layer with its state, whose arrays are in both."""
+    shared = {
+        "weight": [ramp(2), ramp(2, start=2)],
+        "count": [jnp.array(0), jnp.arange(3), np.array([True, False])],
+        "key": [jax.random.key(0), jax.random.PRNGKey(0)],
+        "rate": [0.5, 0],
+        "on": [True, False],
+        "mean": [ramp(2), ramp(2, start=7)],
+    }
+    shared["variance"] = shared["mean"]
+    norm = Stateful(eqx.nn.StateIndex((shared["mean"][0], shared["count"][0]))) if has_state else None
+    made = [Part(**{name: shared[name][which % len(shared[name])] for name, which in part.items()}) for part in parts]
+    return {"parts": made, "norm": norm, "state": norm and eqx.nn.State(norm)}
+
+
+NAMES = [field.name for field in dataclasses.fields(Part)]
+PARTS = st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES, st.integers(0, 2))), min_size=1, max_size=3)
+
+
+def others_at_each_path(average, start):
+    """A model of the same structure, with arrays and values of its own at each path, and the same numbers."""
+    leaves, treedef = jax.tree.flatten(average)
+    for i, leaf in enumerate(leaves):
+        if not hasattr(leaf, "dtype"):
+            continue
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaves[i] = jax.random.key(start + i)
+        else:
+            leaves[i] = ~leaf if leaf.dtype == bool else (leaf + np.asarray(start + i).astype(leaf.dtype))
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def by_hand(average, model, decay, buffers, first):
+    """The leaves of the next average; `first` is the leaf whose value each trained one has, and -1 of others."""
+    mixed = lambda old, new: np.asarray(old + (1 - decay) * (np.asarray(new, np.float64) - old), np.float32)
+    olds, news = jax.tree.leaves(average), jax.tree.leaves(model)
+    nexts = []
+    for old, new, source in zip(olds, news, first, strict=True):
+        is_mixed = source >= 0 or (buffers == "average" and jnp.issubdtype(getattr(old, "dtype", bool), jnp.floating))
+        if is_mixed:
+            nexts.append(mixed(np.asarray(old), news[source] if source >= 0 else new))
+        else:
+            nexts.append(new if buffers != "keep" and hasattr(old, "dtype") else old)
+    return nexts
+
+
+def check(got, want, path):
+    as_floats = lambda leaf: np.asarray(as_data(leaf)).astype(np.float64)
+    for i, (ours, theirs) in enumerate(zip(jax.tree.leaves(got), want, strict=True)):
+        np.testing.assert_allclose(as_floats(ours), as_floats(theirs), 1e-6, 1e-6, err_msg=f"{path} {i}")
+
+
+@hypothesis.settings(deadline=None, max_examples=5, derandomize=True, phases=[hypothesis.Phase.generate])
+@hypothesis.given(PARTS, st.booleans(), st.sampled_from(["copy", "average", "keep"]))
+def test_outside_in_jit_and_by_hand_are_one(parts, has_state, buffers):
+    average = average_of(parts, has_state)
+    layout = tp.layout(average)
+    ids, are_trained = list(map(id, jax.tree.leaves(average))), jax.tree.leaves(layout.mask)
+    first = [ids.index(each) if trained else -1 for each, trained in zip(ids, are_trained, strict=True)]
+    models = [others_at_each_path(average, start) for start in (3, 50)]
+    want, wants = average, []
+    for model in models:
+        leaves = by_hand(want, model, 0.75, buffers, first)
+        want = jax.tree.unflatten(jax.tree.structure(average), leaves)
+        wants.append(leaves)
+
+    of = lambda average, model: tp.ema(average, model, decay=0.75, buffers=buffers, trainable=layout)
+    update = lambda ema, model: ema.update(model)
+    arrays = jax.jit(lambda ema, model: ema.update(eqx.combine(model, average)))
+    make = lambda average: tp.Ema(average, 0.75, buffers=buffers)
+    ways = {
+        "outside": (of, tp.copy),
+        "not copied": (of, lambda average: average),
+        "tp.jit": (tp.jit(of), tp.copy),
+        "jax.jit": (jax.jit(of), tp.copy),
+        "Ema": (update, make),
+        "Ema, tp.jit": (tp.jit(update), make),
+        "Ema, jax.jit": (lambda ema, model: arrays(ema, eqx.filter(model, eqx.is_array)), make),
+    }
+    for name, (step, start) in ways.items():
+        got = start(average)
+        for model, leaves in zip(models, wants, strict=True):
+            got = step(got, model)
+            check(got.average if isinstance(got, tp.Ema) else got, leaves, name)
+    check(tp.copy(average), jax.tree.leaves(average), "copy")

@@ -73,7 +73,7 @@ def of_all(leaves):
     }
     gradient = tp.grad(loss)(net)
     for form in ("tree", "vector", "stacks"):
-        tx = optim.trainable(optax.adam(1e-3), form=form)
+        tx = optim.trainable(optax.sgd(1e-3, momentum=0.9), form=form)  # of few operations, which are programs
         state = tx.init(net)
         _, state = tx.update(gradient, state, net)
         found[f"update, {form}"] = calls(lambda: tx.update(gradient, state, net))

@@ -86,8 +86,7 @@ def test_what_is_told_unmoved_does_not_change(rule, way):
 # -- Programs ----------------------------------------------------------------------------------------------------------
 
 FOUR = {name: ramp(3) for name in "abcd"}
-ZERO = jnp.zeros(3)
-X = jnp.ones(3)
+ZERO, X, ROWS = jnp.zeros(3), jnp.ones(3), np.ones((4, 3), np.float32)
 
 
 def of(**changes):
@@ -136,15 +135,11 @@ PROGRAMS = {
     "plus zero times infinity": (plus(lambda w, x: 0 * jnp.inf), "abcd"),
     "plus zero by zero": (plus(lambda w, x: jnp.zeros_like(x) / jnp.zeros_like(x)), "abcd"),
     "plus zero times what may be infinite": (
-        of(a=lambda m, x: m["a"] + 0.0 * x, b=lambda m, x: m["b"] + 0.0 * m["a"]),
-        "ab",
-    ),
+        of(a=lambda m, x: m["a"] + 0.0 * x, b=lambda m, x: m["b"] + 0.0 * m["a"]), "ab"),
     "plus zero times an integer": (plus(lambda w, x: (0 * x.astype(int)).astype(w.dtype)), ""),
     "plus zero times a flag": (plus(lambda w, x: 0.0 * (x > 1).astype(w.dtype)), ""),
     "plus zero times a half of an integer": (
-        plus(lambda w, x: (0 * x.astype(int).astype(jnp.float16)).astype(w.dtype)),
-        "abcd",
-    ),
+        plus(lambda w, x: (0 * x.astype(int).astype(jnp.float16)).astype(w.dtype)), "abcd"),
     "plus zeros that were multiplied": (each(lambda w, x: w - 0.1 * (jnp.zeros((3, 2)) @ jnp.ones(2))), ""),
     "plus zeros, chosen": (plus(lambda w, x: jnp.where(x > 1, 0.0, jnp.zeros(3))), ""),
     "a choice of itself": (each(lambda w, x: jnp.where(x > 1, w, w + 0)), ""),
@@ -153,28 +148,16 @@ PROGRAMS = {
     "reshaped, in doubt": (each(lambda w, x: w[:, None][:, 0]), "abcd"),
     "a branch": (lambda m, x: lax.cond(x[0] > 0, twice, lambda m, x: m, m, x), "a"),
     "equal branches": (lambda m, x: lax.switch(2, [lambda m, x: m, lambda m, x: m, plus(lambda w, x: 0)], m, x), ""),
-    "scan": (
-        lambda m, x: lax.scan(lambda m, x: (m | {"b": m["a"] + x, "c": m["b"]}, m["a"]), m, jnp.ones((4, 3)))[0],
-        "bc",
-    ),
-    "scan, what is set to what it is": (
-        lambda m, x: lax.scan(lambda m, x: (m | {"a": x}, x), m, jnp.ones((2, 3)))[0],
-        "a",
-    ),
+    "scan": (lambda m, x: lax.scan(lambda m, x: (m | {"b": m["a"] + x, "c": m["b"]}, x), m, ROWS)[0], "bc"),
+    "scan, what is set to what it is": (lambda m, x: lax.scan(lambda m, x: (m | {"a": x}, x), m, ROWS)[0], "a"),
     "scan over the model": (lambda m, x: lax.map(lambda m: m | {"a": m["b"]}, m), "a"),
     "scan, a constant for each round": (
-        lambda m, x: lax.scan(lambda s, row: ((m["a"], row["b"]), row | {"c": s[0][0]}), (m["a"], 0.0), m)[1],
-        "c",
-    ),
+        lambda m, x: lax.scan(lambda s, row: ((m["a"], row["b"]), row | {"c": s[0][0]}), (m["a"], 0.0), m)[1], "c"),
     "while": (
-        lambda m, x: lax.while_loop(lambda m: m["a"][0] < 2, lambda m: m | {"a": 2 * m["a"], "b": m["c"]}, m),
-        "ab",
-    ),
+        lambda m, x: lax.while_loop(lambda m: m["a"][0] < 2, lambda m: m | {"a": 2 * m["a"], "b": m["c"]}, m), "ab"),
     "fori_loop, in the second round": (
-        lambda m, x: lax.fori_loop(0, 3, lambda i, m: m | {"a": m["b"], "b": m["c"]}, m),
-        "ab",
-    ),
-}
+        lambda m, x: lax.fori_loop(0, 3, lambda i, m: m | {"a": m["b"], "b": m["c"]}, m), "ab"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("step", "expected"), PROGRAMS.values(), ids=PROGRAMS)
@@ -235,9 +218,7 @@ def test_ties():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    "jit", [lambda f: f, jax.jit, tp.jit, eqx.filter_jit], ids=["eager", "jit", "tp.jit", "filter_jit"]
-)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, tp.jit, eqx.filter_jit])
 def test_a_step_of_ours_moves_what_its_state_trains(jit):
     shared = ramp(3)
     model = {"embed": shared, "head": shared, "b": ramp(3), "n": jnp.arange(3), "key": jax.random.key(0)}

@@ -52,16 +52,7 @@ def test_losses_and_gradients_of_all_are_those_of_each(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "same array twice",
-        "transposed tie",
-        "plain dataclass",
-        "ints and bools",
-        "all frozen",
-        "prng keys",
-        "empty leaves",
-    ],
+    "name", ["same array twice", "transposed tie", "ints and bools", "all frozen", "prng keys", "empty leaves"]
 )
 def test_a_model_without_functions_comes_back_stacked(name):
     _, restructure, matrix = population(name)
@@ -74,11 +65,8 @@ def test_a_model_without_functions_comes_back_stacked(name):
 
 def a_model_with_functions(form):
     """The way back from a form of it, and two rows of that form."""
-    model = filled(eqx.nn.MLP, 2, 1, 3, 1, activation=jnp.tanh)
-    one, restructure = form(model, "layers.1")
-    return restructure, [
-        jax.tree.map(lambda array, by=by: by * np.asarray(array), one) for by in (np.float32(1), np.float32(2))
-    ]
+    one, restructure = form(filled(eqx.nn.MLP, 2, 1, 3, 1, activation=jnp.tanh), "layers.1")
+    return restructure, [jax.tree.map(lambda array, by=by: by * np.asarray(array), one) for by in np.float32([1, 2])]
 
 
 @pytest.mark.parametrize("form", [tp.ravel, tp.stack])
@@ -105,86 +93,48 @@ def test_a_model_with_functions_comes_back_from_what_hands_functions_on(jit):
     assert_same(jit(restructure)(row), restructure(row))
 
 
-def tied(key):
-    shared = jax.random.normal(key, (2, 3))
-    return {"embed": shared, "f": jnp.tanh, "head": shared, "scale": jnp.ones(2)}
-
-
 def test_a_population_is_drawn_from_keys():
-    keys = jax.random.split(jax.random.key(1), 2)
-    _, restructure = tp.ravel(tied(keys[0]))
-    matrix = jax.vmap(lambda key: restructure.ravel(tied(key)))(keys)
-    assert matrix.shape == (2, 8)
-    assert_same(matrix, np.stack([tp.ravel(tied(key))[0] for key in keys]))
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_adam_of_the_matrix_is_adam_of_each_model():
-    model = tied(jax.random.key(0))
-    vector, restructure = tp.ravel(model, tp.layout(model, freeze="scale"))
-    tx, each = optax.adam(0.1), optim.trainable(optax.adam(0.1), restructure.layout)
+    def tied(key):
+        shared = jax.random.normal(key, (2, 3))
+        return {"embed": shared, "f": jnp.tanh, "head": shared, "scale": jnp.ones(2)}
 
     @jax.jit
-    def step_of_all(matrix, state):
-        grads = jax.vmap(jax.grad(lambda vector: loss(restructure(vector))))(matrix)
-        updates, state = tx.update(grads, state, matrix)
-        return optax.apply_updates(matrix, updates), state
+    def both(keys):
+        _, restructure = tp.ravel(tied(keys[0]))
+        each = [tp.ravel(tied(key))[0] for key in keys]
+        return jax.vmap(lambda key: restructure.ravel(tied(key)))(keys), jnp.stack(each)
 
-    @tp.jit
-    def step_of_one(model, state):
-        return optim.step(each, tp.grad(loss, state.layout)(model), state, model)
-
-    matrix = np.stack([vector, -2 * np.asarray(vector)])
-    models, state = [restructure(row) for row in matrix], tx.init(matrix)
-    states = [each.init(model) for model in models]
-    for _ in range(3):
-        matrix, state = step_of_all(matrix, state)
-        models, states = zip(*map(step_of_one, models, states), strict=True)
-    assert_close(matrix, np.stack([restructure.ravel(model) for model in models]))
-    assert_same([restructure(row)["scale"] for row in matrix], [model["scale"]] * 2)
+    matrix, want = both(jax.random.split(jax.random.key(1), 2))
+    assert matrix.shape == (2, 8)
+    assert_same(matrix, want)
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("clip", [optax.clip_by_global_norm, optim.clip_by_global_norm])
-def test_clipping_of_each_model_is_mapped(clip):
-    _, _, matrix = population("same array twice")
-    tx = optax.chain(clip(0.1), optax.trace(0.9))
-    update = lambda rows: tx.update(3 * rows, tx.init(rows))[0]
-    together, mapped, *each = jax.jit(lambda rows: [update(rows), jax.vmap(update)(rows), *map(update, rows)])(matrix)
-    assert_close(mapped, np.stack(each))
-    np.testing.assert_allclose(np.linalg.norm(mapped, axis=1), 0.1, 1e-5)
-    np.testing.assert_allclose(np.linalg.norm(together), 0.1, 1e-5)
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_rules_that_need_the_shapes_are_mapped_over_stacks():
+def test_rules_of_one_model_are_mapped():
     stacks, _ = tp.stack({"layers": [{"w": ramp(2, 3), "b": ramp(3)}, {"w": ramp(2, 3, start=2), "b": ramp(3)}]})
-    tx = optim.per_leaf(optax.lamb(0.1))
+    rows = [stacks, jax.tree.map(lambda array: np.float32(3) * np.asarray(array), stacks)]
+    shapes, clip = optim.per_leaf(optax.lamb(0.1)), optim.clip_by_global_norm(0.1)
 
     def update(stacks):
-        return tx.update(jax.tree.map(jnp.sin, stacks), tx.init(stacks), stacks)[0]
+        grads = jax.tree.map(jnp.sin, stacks)
+        return [tx.update(grads, tx.init(stacks), stacks)[0] for tx in (shapes, clip)]
 
-    of_each = jax.jit(update)
-    rows = [stacks, jax.tree.map(lambda array: np.float32(3) * np.asarray(array), stacks)]
     stacked = lambda *arrays: np.stack(arrays)
-    got = jax.jit(jax.vmap(update))(jax.tree.map(stacked, *rows))
-    assert_close(got, jax.tree.map(stacked, *map(of_each, rows)))
-    assert got["float32[2,3]"].shape == (2, 2, 2, 3)
+    mapped, each = jax.jit(lambda all, rows: (jax.vmap(update)(all), list(map(update, rows))))(
+        jax.tree.map(stacked, *rows), rows
+    )
+    assert_close(mapped, jax.tree.map(stacked, *each))
+    norms = np.sqrt(sum(np.sum(np.asarray(array) ** 2, tuple(range(1, array.ndim))) for array in mapped[1].values()))
+    np.testing.assert_allclose(norms, 0.1, 1e-5)
 
 
-def test_evolution_of_a_quadratic_comes_to_its_optimum():
-    _, restructure, matrix = population("same array twice", rows=2)
-    goal = restructure.ravel(restructure(matrix[1]))
-    away = lambda vector: jnp.sum((vector - goal) ** 2)
-    # Of a quadratic, the antithetic difference is the derivative along the noise.
+def test_an_estimate_of_evolution_is_the_derivative_along_its_noise():
+    _, _, matrix = population("same array twice", rows=2)
+    start, goal = np.asarray(matrix, np.float64)
+    away = lambda vector: jnp.sum((vector - matrix[1]) ** 2)  # of which the antithetic difference is the derivative
     noise = np.asarray(jax.random.normal(jax.random.key(0), (5, goal.size)), np.float64)
-    gradient = 2 * (np.asarray(matrix[0], np.float64) - np.asarray(goal))
-    estimate = jax.jit(lambda vector, key: POPULATIONS.es_gradient(away, vector, key, pairs=5))
-    got = estimate(matrix[0], jax.random.key(0))
-    np.testing.assert_allclose(got, np.mean([e * (e @ gradient) for e in noise], 0), 1e-3, 1e-3)
-    step = lambda found, key: (found - 0.05 * estimate(found, key), None)
-    found, _ = jax.lax.scan(step, matrix[0], jax.random.split(jax.random.key(1), 300))
-    np.testing.assert_allclose(found, goal, 1e-3, 1e-3)
+    got = jax.jit(lambda vector, key: POPULATIONS.es_gradient(away, vector, key, pairs=5))(matrix[0], jax.random.key(0))
+    np.testing.assert_allclose(got, np.mean([e * (e @ (2 * (start - goal))) for e in noise], 0), 1e-3, 1e-3)
 
 
 def log_density(vector):
@@ -205,12 +155,8 @@ def test_svgd_is_its_double_loop():
             kernel = np.exp(-np.sum((x[j] - x[i]) ** 2) / width)
             want[i] += (kernel * slopes[j] - 2 / width * (x[j] - x[i]) * kernel) / n
     np.testing.assert_allclose(svgd(matrix), want, 1e-4, 1e-4)
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_one_particle_climbs_and_equal_ones_climb_together(rows):
-    one = np.asarray(ramp(3))
-    np.testing.assert_allclose(svgd(np.stack([one] * rows)), [-np.sin(one) - one] * rows, 1e-5)
+    one = np.asarray(ramp(3))  # equal ones climb together
+    np.testing.assert_allclose(svgd(np.stack([one] * n)), [-np.sin(one) - one] * n, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["same array twice", "transposed tie", "mlp"])
@@ -220,7 +166,8 @@ def test_arithmetic_of_vectors_is_that_of_each_array(name):
     got, models = restructure(negate(base, tuned)), (restructure(base), restructure(tuned))
     assert_same(got, tp.maptrainable(negate, *models, trainable=restructure.layout, tied="first"))
     if name == "mlp":
-        assert (got.layers[0].weight is model.layers[0].weight, got.activation is model.activation) == (True, True)
+        assert got.layers[0].weight is model.layers[0].weight
+        assert got.activation is model.activation
 
 
 @pytest.mark.parametrize(
@@ -270,7 +217,8 @@ def test_pcgrad_of_the_shared_part_alone():
 
 
 def test_pcgrad_leaves_gradients_that_agree_and_those_that_are_zero():
-    agree = np.array([[1, 0], [1, 1], [0, 0]], np.float32)
+    agree = np.eye(4, 7, 2, dtype=np.float32) + np.eye(4, 7, 1, dtype=np.float32)
+    agree[2] = 0
     assert_same(pcgrad(agree, jax.random.key(0)), agree)
 
 

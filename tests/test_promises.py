@@ -1,6 +1,7 @@
 """The page of promises: the expressions by hand that averages, norms, sums and products equal bit for bit."""
 
 import functools
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ def test_what_is_equal_and_by_how_much_others_differ(row, standard_promotion):
     apart = lambda *d, **where: ulp_apart(*[result(of, *d, **where) for of in row[:2]], operands)
     assert apart(inside=False) <= row.outside
     assert apart(inside=True) <= row.inside
-    if "Ema" not in row.ours and "static" not in row.by_hand:
+    if re.search(r"\bd\b", row.ours) and "Ema" not in row.ours and "static" not in row.by_hand:
         assert apart(0.9, inside=True) <= row.inside
 
 

@@ -47,6 +47,11 @@ def counted_down(m):
     return lax.while_loop(lambda c: c[0] < m["d"].sum(), lambda c: (c[0] + 1, c[2], c[2]), start)[1]
 
 
+def loop_of_equinox(m):
+    body = lambda carry: (carry[0] + 1, carry[1] * m["b"])
+    return eqx.internal.while_loop(lambda c: c[0] < 2, body, (0, m["a"]), kind="checkpointed", max_steps=2)[1][0]
+
+
 @eqx.filter_custom_vjp
 def asked(operands):
     return operands[0] * operands[1]
@@ -83,6 +88,8 @@ normalised = _whole(lambda _, cotangent: cotangent / jnp.sum(abs(cotangent)))  #
 
 
 by_rule = lambda rule: lambda m: total(ruled(rule)(m["a"], m["b"]))
+of_rules = lambda m, *rules: sum(total(rule(m["a"], m[name])) for rule, name in zip(rules, "bcd", strict=False))
+rounds = lambda step, carry: lax.scan(lambda carry, _: (step(carry), None), carry, None, 2)[0]
 PROGRAMS = {
     "a rule of a tree that adds its own": (lambda m: total(decayed(m)["a"]), "abcd"),
     "it, of what is fixed": (lambda m: total(decayed({**m, "b": stop(m["b"])})["a"]), "acd"),
@@ -90,25 +97,18 @@ PROGRAMS = {
     "it, unused": (lambda m: (total(m["a"]), decayed(m))[0], "a"),
     "it, jitted": (lambda m: total(jax.jit(decayed)(m)["a"]), "abcd"),
     "it, in a checkpoint": (lambda m: total(jax.checkpoint(decayed)(m)["a"]), "abcd"),
-    "it, in a loop": (lambda m: total(lax.scan(lambda c, _: (decayed(c), None), m, None, 2)[0]["a"]), "abcd"),
+    "it, in a loop": (lambda m: total(rounds(decayed, m)["a"]), "abcd"),
     "it, in a branch": (lambda m: total(lax.cond(m["d"][0] > 0, decayed, lambda m: m, m)["a"]), "abcd"),
     "it, unused after a loop": (
-        lambda m: lax.scan(lambda c, _: ((c[0] * 2, decayed(c[1])), None), (m["a"], m["b"]), None, 2)[0][0].sum(),
-        "ab",
-    ),
+        lambda m: total(rounds(lambda c: (c[0] * 2, decayed(c[1])), (m["a"], m["b"]))[0]), "ab"),
     "it, where another rule has no derivative": (
-        lambda m: total(ruled(lambda y, c: None)(m["a"], decayed({"b": m["b"]})["b"])),
-        "ab",
-    ),
+        lambda m: total(ruled(lambda y, c: None)(m["a"], decayed({"b": m["b"]})["b"])), "ab"),
     "a rule of a tree that adds nothing": (lambda m: total(limited(m)["a"]), "a"),
     "a rule of a tree that divides zeros, in doubt": (lambda m: total(normalised(m)["a"]), "abcd"),
     "a rule that asks what moves": (lambda m: total(asked((m["a"], m["b"]))), "a"),
     "what moves is asked, of what is fixed": (lambda m: total(asked((stop(m["a"]), m["b"]))), "b"),
     "a rule for vjp with computed ones": (by_rule(lambda y, c: jnp.exp(jnp.zeros_like(y))), "ab"),
-    "a rule for vjp with a loop from zeros": (
-        by_rule(lambda y, c: lax.fori_loop(0, 2, lambda i, x: x + 1, jnp.zeros(3))),
-        "ab",
-    ),
+    "a rule for vjp with a loop from zeros": (by_rule(lambda y, c: rounds(lambda x: x + 1, jnp.zeros(3))), "ab"),
     "a rule for vjp with jitted zeros": (by_rule(lambda y, c: jax.jit(lambda: jnp.zeros(3))()), "a"),
     "a whole tree at once": (lambda m: total(lax.optimization_barrier(m)["b"]), "b"),
     "put on a device": (lambda m: total(jax.device_put(m, jax.devices()[0])["b"]), "b"),
@@ -125,9 +125,7 @@ PROGRAMS = {
     "a top": (lambda m: total(m["b"][lax.top_k(m["a"], 2)[1]]), "b"),
     "branches": (lambda m: lax.cond(m["a"][0] > 1, lambda: m["b"][0], lambda: m["c"][0]), "bc"),
     "a switch with operands": (
-        lambda m: lax.switch(1, [lambda x, y: x, lambda x, y: y * 2, lambda x, y: 0.0], m["a"][0], m["d"][0]),
-        "ad",
-    ),
+        lambda m: lax.switch(1, [lambda x, y: x, lambda x, y: y * 2, lambda x, y: 0.0], m["a"][0], m["d"][0]), "ad"),
     "scan, the carry": (lambda m: scanned(m)[0][0], "abc"),
     "scan, what comes out": (lambda m: total(scanned(m)[1]), "abc"),
     "scan, one of its results": (lambda m: scanned(m)[0][2], "c"),
@@ -140,30 +138,19 @@ PROGRAMS = {
     "vmap": (lambda m: total(jax.vmap(lambda x, y: by_jvp(x, y))(m["a"], m["b"])), "a"),
     "a derivative": (lambda m: total(jax.grad(lambda x: total(x**2 * m["b"] + m["c"]))(m["a"])), "ab"),
     "a solve": (lambda m: total(jnp.linalg.solve(jnp.diag(m["a"]), m["b"])), "ab"),
-    "a loop of Equinox": (
-        lambda m: eqx.internal.while_loop(
-            lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] * m["b"]), (0, m["a"]), kind="checkpointed", max_steps=2
-        )[1][0],
-        "ab",
-    ),
+    "a loop of Equinox": (loop_of_equinox, "ab"),
     "a rule for jvp": (lambda m: total(by_jvp(m["a"], m["b"])), "a"),
     "a rule for jvp, jitted": (lambda m: total(jax.jit(by_jvp)(m["a"], m["b"])), "a"),
-    "a rule for jvp, in a loop": (
-        lambda m: total(lax.scan(lambda x, _: (by_jvp(x, m["b"]), None), m["a"], None, 3)[0]),
-        "a",
-    ),
+    "a rule for jvp, in a loop": (lambda m: total(rounds(lambda x: by_jvp(x, m["b"]), m["a"])), "a"),
     "a rule for jvp with an integer": (lambda m: total(counted(m["a"], jnp.arange(3))[0]), "a"),
     "a rule for vjp with None": (by_rule(lambda y, c: None), "a"),
     "a rule for vjp with zeros": (by_rule(lambda y, c: jnp.zeros_like(y)), "a"),
     "a rule for vjp with ones": (by_rule(lambda y, c: jnp.ones_like(y)), "ab"),
     "a rule for vjp of values": (by_rule(lambda y, c: y), "ab"),
     "a rule that fails, but is not used": (lambda m: total(m["b"] * stop(broken(m["a"]))), "b"),
-    "two rules at one line": (
-        lambda m: sum(total(rule(m["a"], m[n])) for rule, n in ((ruled(lambda y, c: None), "b"), (by_jvp, "c"))),
-        "a",
-    ),
+    "two rules at one line": (lambda m: of_rules(m, ruled(lambda y, c: None), by_jvp), "a"),
     "a product with zero, in doubt": (lambda m: total(m["a"] * 0), "a"),
-}
+}  # fmt: skip
 
 
 def written(m):

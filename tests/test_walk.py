@@ -1,8 +1,9 @@
-"""The walks, and how other trees are matched to the model."""
+"""The walks, and how other trees are matched to the model; values replaced by path."""
 
 import collections
 import functools
 import operator
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +15,7 @@ from flax import nnx
 
 import treeparams as tp
 
-from .zoo import ZOO, Norm, Pair, assert_same, ramp
+from .zoo import ZOO, Norm, Pair, assert_same, filled, inexact_leaves, ramp
 
 SGD = lambda x, g: x if g is None else x - 0.1 * g
 
@@ -167,3 +168,85 @@ def test_an_entry_that_the_model_has_not(walk, tree, message):
 def test_what_is_refused(use, error, message):
     with pytest.raises(error, match=message):
         use(tied())
+
+
+# -- replace: other values of some parameters, with ties, shapes and dtypes as they are --------------------------------
+
+
+class Tied(eqx.Module):
+    embed: Any
+    head: Any = tp.field(tied_to="embed", transform=jnp.transpose)
+    bias: Any = None
+    scale: Any = tp.field(trainable=False, default=None)
+    act: Any = jnp.tanh
+
+
+def tied_module():
+    return tp.tie(Tied(ramp(2, 3), ramp(3, 2), ramp(2), ramp(2)))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_parameter_is_asked_once_and_all_else_stays(name):
+    model = ZOO[name].make()
+    if not inexact_leaves(model):
+        with pytest.raises(ValueError, match="selects no"):
+            tp.replace(model, {"**": np.negative})
+        return
+    seen, parameters = [], tp.layout(model, freeze="**", thaw="**")
+    negative = lambda leaf: np.array(-np.asarray(leaf))
+    after = tp.replace(model, {"**": lambda leaf: seen.append(leaf.shape) or negative(leaf)})
+    assert len(seen) == len(parameters.slots)
+    assert tp.layout(after) == tp.layout(model)
+    assert_same(after, tp.maptrainable(negative, model, trainable=parameters))
+    assert_same(tp.replace(model, tp.trainables(model, parameters)), model)
+
+
+def test_arrays_functions_and_the_first_entry():
+    mlp = filled(eqx.nn.MLP, 2, 1, 4, 1)
+    given = ramp(4, 2)
+    after = tp.replace(mlp, {"layers.0.weight": given, "**.bias": jnp.zeros_like, "layers": 0.5})
+    assert after.layers[0].weight is given
+    assert after.activation is mlp.activation
+    assert after.layers[1].weight.tolist() == [[0.5] * 4]
+    assert not after.layers[0].bias.any()
+    inside = jax.jit(lambda params, rest: tp.partition(tp.replace(tp.combine(params, rest), {"**": jnp.zeros_like}))[0])
+    assert not tp.ravel(inside(*tp.partition(mlp)))[0].any()
+
+
+def test_ties_are_kept():
+    shared = ramp(2)
+    model = {"a": shared, "b": shared, "c": ramp(2), "d": ramp(2)}
+    after = tp.replace(model, {("a", "b"): jnp.negative, ("c", "d"): shared})
+    assert after["a"] is after["b"]
+    assert after["c"] is not after["d"]
+    assert shared is not after["d"]
+    assert tp.layout(after).ties == {"a": ("b",)}
+    for end in ("embed", ("head", "embed")):
+        after = tp.replace(tied_module(), {end: 2 * ramp(2, 3), "scale": jnp.zeros(2), "bias": lambda bias: bias + 1})
+        np.testing.assert_array_equal(after.embed, 2 * ramp(2, 3))
+        np.testing.assert_array_equal(after.head, after.embed.T)
+        assert not after.scale.any()
+    plain = {"embed": ramp(2), "head": ramp(2)}
+    known = tp.layout(plain, ties={"head": "embed"})
+    assert_same(
+        tp.replace(plain, {"head": jnp.ones(2)}, layout=known),
+        {"embed": jnp.ones(2), "head": jnp.ones(2)},
+        identity=False,
+    )
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"embed": jnp.ones((3, 2))}, ValueError, r"expected float32\[2,3\] at 'embed', got float32\[3,2\]"),
+        ({"head": jnp.ones((3, 2))}, ValueError, r"'head' names 'head', which is transpose of 'embed'; write 'embed'"),
+        ({"bias": jnp.ones(2, jnp.int32)}, ValueError, r"got int32\[2\]; write value.astype\('float32'\)"),
+        ({"bias": lambda b: b[:1]}, ValueError, r"the function given for 'bias' returned float32\[1\]"),
+        ({"act": jnp.ones(2)}, ValueError, r"'act' selects no parameter"),
+        ({"**": jnp.zeros_like, "bias": jnp.ones(2)}, ValueError, r"'bias' comes too late: '\*\*' before it"),
+    ],
+)
+def test_what_does_not_fit(values, error, message):
+    with pytest.raises(error, match=message):
+        tp.replace(tied_module(), values)
