@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import paramax
 import pytest
 from flax import nnx
 
 import treeparams as tp
+from treeparams import matrices
 
 from .zoo import ZOO, Norm, Pair, assert_same, filled, inexact_leaves, ramp
 
@@ -233,6 +235,49 @@ def test_ties_are_kept():
         {"embed": jnp.ones(2), "head": jnp.ones(2)},
         identity=False,
     )
+
+
+def test_the_name_of_a_positive_array_sets_its_value_and_others_set_what_is_in_it():
+    model = {"k": matrices.Positive(jnp.array([1.0, 3.0])), "b": ramp(2)}
+    for where in ("k", "*k", matrices.Positive, lambda model: model["k"]):
+        for value, expected in ((2.0, [2, 2]), (jnp.array([0.5, 4.0]), [0.5, 4]), (lambda k: jnp.clip(k, 2), [2, 3])):
+            np.testing.assert_allclose(tp.replace(model, {where: value})["k"].to_dense(), expected, rtol=1e-6)
+    for where in ("k.raw", "k.*", "**.raw", "**", tp.leaves(lambda path, leaf: "raw" in path)):
+        assert tp.replace(model, {where: 2.0})["k"].raw.tolist() == [2, 2]
+    inside = jax.jit(lambda model, k: tp.replace(model, {"k": k}))(model, jnp.array([0.5, 4.0]))
+    np.testing.assert_allclose(inside["k"].to_dense(), [0.5, 4], rtol=1e-6)
+
+
+class Simplex(matrices.AbstractConstrained):
+    raw: jax.Array
+
+    def to_dense(self) -> jax.Array:
+        return jax.nn.softmax(self.raw)
+
+
+NODES = {
+    "k": matrices.Positive(np.ones(2)),
+    "simplex": Simplex(np.zeros(2)),
+    "rotation": matrices.Orthogonal(np.eye(2)),
+    "shift": paramax.Parameterize(jnp.tanh, np.zeros(2)),
+    "mean": paramax.NonTrainable(np.zeros(2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("k", -1.0, ValueError, "Positive accepts finite numbers of at least .* got -1"),
+        ("k", np.ones(3, np.float32), ValueError, r"expected float32\[2\] at 'k.raw', got float32\[3\]"),
+        ("simplex", 0.5, TypeError, "'simplex' names a Simplex, whose value is .* such as 'simplex.raw', or put anoth"),
+        ("rotation", 1.0, TypeError, "'rotation' names a Orthogonal, whose value is .* such as 'rotation.v"),
+        ("shift", jnp.zeros_like, TypeError, "'shift' names a Parameterize, .* such as 'shift.args.0'"),
+    ],
+)
+def test_what_cannot_be_set_by_the_name_of_a_node(name, value, error, message):
+    assert tp.replace(NODES, {"mean": 2.0})["mean"].tree.tolist() == [2, 2]
+    with pytest.raises(error, match=message):
+        tp.replace(NODES, {name: value})
 
 
 @pytest.mark.usefixtures("without_type_checks")
