@@ -7,9 +7,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import treeparams as tp
+from treeparams import optim
 
 from .zoo import ZOO, assert_same, filled, ramp
 
@@ -64,6 +66,16 @@ def test_one_trace_for_one_kind_of_model_and_exactly_that():
     jax.grad(lambda w: f({"w": w})[0]["w"].sum())(jnp.ones(4))
     f({"w": jnp.ones(4)})
     assert len(traces) == 3
+
+
+def test_the_state_of_an_optimiser_of_a_model_with_bare_objects_shares_a_trace():
+    model = {"w": ramp(2), "index": eqx.nn.StateIndex(ramp(1))}  # its marker is an `object()`
+    tx, traces = optim.trainable(optax.sgd(0.1, momentum=0.9)), []
+    step = tp.jit(lambda model, state: traces.append(1) or optim.step(tx, {"w": model["w"]}, state, model))
+    state = tx.init(model)
+    for _ in range(3):
+        model, state = step(model, state)
+    assert len(traces) == 1
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def is_settled(value: object) -> bool:
     kind = type(value)
     if kind in (tuple, frozenset) or kind in contents:
         return all(map(is_settled, contents.get(kind, iter)(value)))
-    return isinstance(value, (*_ATOMS, np.generic)) or kind in (float, complex) or _is_of_jax(kind)
+    return isinstance(value, (*_ATOMS, np.generic)) or kind in (float, complex, object) or _is_of_jax(kind)
 
 
 def _parts(value: Any) -> Sequence[Any] | None:
