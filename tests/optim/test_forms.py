@@ -222,11 +222,8 @@ def test_another_layer_each_step_of_each_model_of_an_ensemble_is_optax_by_hand()
         assert_close(([*nets["layers"], nets["out"]], own.runs[0][0], counts), by_hand, 1e-5)
 
 
-LEAVES = tuple(tp.layout(_net()).paths)
-
-
 @hypothesis.settings(deadline=None, max_examples=6, derandomize=True)
-@hypothesis.given(waiting=st.sets(st.sampled_from(LEAVES)), is_traced=st.booleans())
+@hypothesis.given(waiting=st.sets(st.sampled_from(tp.layout(_net()).paths)), is_traced=st.booleans())
 def test_any_choice_of_rows_that_wait_gives_the_bits_of_those_that_step_together(waiting, is_traced):
     net, flag = _net(), jnp.array(False) if is_traced else False
     grads = gradient(net)
