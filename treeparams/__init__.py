@@ -42,8 +42,7 @@ from ._reached import reached as reached
 from ._replace import replace as replace
 from ._slots.index import Slot as Slot
 from ._slots.layout import Layout as Layout, layout as layout
-from ._slots.match import project as project
-from ._slots.parts import Rest as Rest, combine as combine, partition as partition
+from ._slots.parts import Rest as Rest, combine as combine, partition as partition, project as project
 from ._slots.where import leaves as leaves
 from ._summary import summary as summary
 from ._tie import tie as tie, untie as untie

@@ -19,9 +19,8 @@ from jaxtyping import Array, Float, Int
 from ._slots.accidents import keep_apart
 from ._slots.index import Index
 from ._slots.layout import Trainable
-from ._slots.match import read_slots
 from ._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
-from ._tree.copying import copy, copy_leaf
+from ._tree.copying import copy_leaf
 from ._tree.declare import field
 from ._tree.structure import is_array, naming_deleted, structure_of
 from ._tree.text import AS_ARRAY, describe, warn
@@ -94,8 +93,7 @@ def ema(
     parts, weights = take_apart(average, trainable, by_path=True), _weights_of(decay, tau)
     # A bfloat16 number has 8 significant bits. A step of 0.001 of the distance soon falls below half the spacing of
     # neighbouring numbers, and rounds to zero: the average stops moving, and nothing shows it.
-    narrow = [parts.index.slots[slot] for slot in parts.index.narrow_slots]
-    step = weights.of_model
+    narrow, step = [parts.index.slots[slot] for slot in parts.index.narrow_slots], weights.of_model
     if narrow and (isinstance(step, Tracer) or 0 < np.asarray(step) < 0.5):  # a step of half the distance arrives
         where = f", as at {narrow[0].path!r}," if narrow[0].path else ""
         warn(
@@ -176,8 +174,7 @@ class Ema(eqx.Module, Generic[M]):
         _weights_of(0.0 if callable(decay) else decay, 0.0 if callable(tau) else tau)
         parts = take_apart(model, trainable, by_path=True)
         self.shadow = parts.canonical([jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots])
-        own, count = list(map(copy_leaf, others(parts.rest))), len(kept_arrays(parts.rest))
-        self.rest = with_kept_arrays(parts.rest, own[:count], own[count:])
+        self.rest = _in_new_buffers(parts.rest)
         self.count = jnp.zeros((), jnp.int32)
         self.weight = jnp.zeros((), jnp.float32)
         self.decay = decay if decay is None or callable(decay) else float(decay)
@@ -222,16 +219,20 @@ class Ema(eqx.Module, Generic[M]):
 
         Each access returns a new model in new buffers, so you can donate the `Ema` and keep the model.
         """
-        slots = [
-            jax.lax.convert_element_type(value, slot.dtype)
-            for value, slot in zip(jtu.tree_leaves(self.shadow), self.rest.layout.slots, strict=True)
-        ]
-        average = copy(put_together(self.rest, slots))
+        pairs = zip(jtu.tree_leaves(self.shadow), self.rest.layout.slots, strict=True)
+        slots = [jnp.array(value, slot.dtype, copy=True) for value, slot in pairs]
+        average = put_together(_in_new_buffers(self.rest), slots)
         keep_apart(jtu.tree_leaves(average))
         return average
 
 
 Ema.__module__ = "treeparams"
+
+
+def _in_new_buffers(rest: Rest[M]) -> Rest[M]:
+    """Returns a `Rest` with every array, and every ref, in a new buffer."""
+    own, count = list(map(copy_leaf, others(rest))), len(kept_arrays(rest))
+    return with_kept_arrays(rest, own[:count], own[count:])
 
 
 # -- One step ----------------------------------------------------------------------------------------------------------
@@ -248,10 +249,8 @@ def _weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> _Weights:
     """Returns the weights for `decay` or `tau`; Python numbers are subtracted in double precision."""
     given = [(name, value) for name, value in (("decay", decay), ("tau", tau)) if value is not None]
     if len(given) != 1:
-        raise TypeError(
-            "pass either decay, the weight of the average, or tau = 1 - decay, the weight of the model; got "
-            + ("both" if given else "neither")
-        )
+        either = "pass either decay, the weight of the average, or tau = 1 - decay, the weight of the model"
+        raise TypeError(f"{either}; got {'both' if given else 'neither'}")
     ((name, value),) = given
     is_number = isinstance(value, (int, float, np.generic))
     if not (is_number or is_array(value)):
@@ -269,7 +268,7 @@ def _average_step(
     """Returns an average after a step towards a model, taken apart as before. Refs are written after all checks."""
     index, arrays = index_in(rest), kept_arrays(rest)
     values = dict(zip(index.gathers.values(index.structure.paths), others(rest)[len(arrays) :], strict=True))
-    news = read_slots(index, model, exact_shapes=True)
+    news = index.read(model, exact_shapes=True)
     olds = arrays | {path: value for path, value in values.items() if _is_number(value) or is_ref(value)}
     policies = _policies(index, olds, buffers)
     olds = {path: old for path, old in olds.items() if policies[path] != "keep"}
@@ -302,12 +301,10 @@ def _check_alike(olds: Mapping[str, Any], news: Mapping[str, Any]) -> None:
     wrong = [path for path in wrong if not are_alike(olds[path], news.get(path))]
     said = lambda path, tree: repr(tree[path]) if _is_number(tree.get(path)) else describe(tree.get(path))
     if wrong:
-        raise ValueError(
-            "the model does not match the average at "
-            + ", ".join(f"{path!r} ({said(path, olds)}; {said(path, news)})" for path in wrong)
-            + f". A Python number is not averaged: {AS_ARRAY}, for both. To keep the average's arrays and numbers, "
-            'write buffers="keep", or buffers={where: "keep"} for some'
-        )
+        at = ", ".join(f"{path!r} ({said(path, olds)}; {said(path, news)})" for path in wrong)
+        what = f"the model does not match the average at {at}. A Python number is not averaged: {AS_ARRAY}, for both"
+        keep = 'write buffers="keep", or buffers={where: "keep"} for some'
+        raise ValueError(f"{what}. To keep the average's arrays and numbers, {keep}")
 
 
 def _next(policy: str, old: Any, new: Any, weights: _Weights) -> Any:
@@ -331,16 +328,14 @@ def _policies(index: Index, paths: Collection[str], buffers: Buffers) -> dict[st
     rules = buffers if isinstance(buffers, Mapping) else {"**": buffers}
     for policy in rules.values():
         if policy not in ("copy", "keep", "average"):
-            raise ValueError(
-                f'buffers must be "copy", "keep" or "average", or a dict {{where: policy}}, got {policy!r}'
-            )
+            expected = 'buffers must be "copy", "keep" or "average", or a dict {where: policy}'
+            raise ValueError(f"{expected}, got {policy!r}")
     if isinstance(buffers, str):
         return dict.fromkeys(paths, buffers)
     structure, policies = index.structure, list(rules.values())
     untied = structure.remember("without ties", lambda: Index(structure, index.trained, ()))
     leaves = [structure.index[path] for path in paths]
-    kind = "frozen or integer array"
-    found = untied.first_entries(list(rules), leaves, asked=leaves, kind=kind)
+    found = untied.first_entries(list(rules), leaves, asked=leaves)
     return {path: policies[found[i]] if i in found else "copy" for path, i in zip(paths, leaves, strict=True)}
 
 

@@ -16,7 +16,7 @@ from ._files.names import Names, name_of, names_in, split_name
 from ._files.values import kind_in_words
 from ._slots.layout import Layout
 from ._slots.ties import find_ties
-from ._tree.difference import NOTHING, Diff, Difference, compare, groups_of, spec_rows, tie_rows
+from ._tree.difference import Diff, Difference, compare
 from ._tree.paths import join_path, split_path, unquote
 from ._tree.static_keys import static_key
 from ._tree.structure import Spec, naming_deleted, structure_of
@@ -24,6 +24,7 @@ from ._tree.text import both_in_text, describe, in_text
 from ._tree.types import PyTree, is_complex, is_inexact, is_key, value_of
 
 _AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
+_Rows = Iterator[Difference]
 _ABSOLUTE = operator.attrgetter("absolute")
 
 
@@ -131,7 +132,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
 
     with naming_deleted(a, b):
         rows = list(compare(these, those, at_leaves, (ours, theirs)))
-    return _sorted([*rows, *tie_rows(groups_of(these), groups_of(those), is_shared)])
+    return _sorted([*rows, *Difference.of_ties(these.ties, those.ties, is_shared)])
 
 
 def _sorted(rows: Sequence[Difference]) -> Diff:
@@ -141,13 +142,7 @@ def _sorted(rows: Sequence[Difference]) -> Diff:
 
 
 def _leaf_rows(
-    path: str,
-    one: Any,
-    other: Any,
-    read: Callable[[], tuple[Any, Any]],
-    tolerance: tuple[float, float],
-    *,
-    of_jax: bool = True,
+    path: str, one: Any, other: Any, read: Callable[[], Any], tolerance: tuple[float, float], *, of_jax: bool = True
 ) -> Iterator[Difference]:
     """Yields how two leaves differ, each a `Spec` of an array that is then read, or a value."""
     if not (isinstance(one, Spec) and isinstance(other, Spec)):
@@ -156,7 +151,7 @@ def _leaf_rows(
         elif not _are_equal_values(one, other, tolerance):
             yield Difference(path, "value", *both_in_text(one, other))
         return
-    yield from spec_rows(path, one, other)
+    yield from Difference.of_specs(path, one, other)
     if not (of_jax or one.shape == other.shape):
         return
     here, there = read()
@@ -241,7 +236,7 @@ def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
         read = lambda name=name, is_again=is_again: (None, None) if is_again else (ours[name], theirs[name])
         rows += _leaf_rows(name, here[name], there[name], read, tolerance, of_jax=False)
     one, other = ([(name, alias, "") for alias, name in each.aliases.items()] for each in (ours, theirs))
-    return _sorted([*rows, *tie_rows(one, other, lambda name: name in ours.specs and name in theirs.specs)])
+    return _sorted([*rows, *Difference.of_ties(one, other, lambda name: name in ours.specs and name in theirs.specs)])
 
 
 def _by_name(source: Any) -> Names:
@@ -267,9 +262,7 @@ def _by_name(source: Any) -> Names:
     return Names(specs, lambda name: leaves[arrays[name]], aliases, numbers=numbers, computed=computed)
 
 
-def _missing_rows(
-    these: Mapping[str, Any], those: Mapping[str, Any], computed: Set[str], side: int
-) -> Iterator[Difference]:
+def _missing_rows(these: Mapping[str, Any], those: Mapping[str, Any], computed: Set[str], side: int) -> _Rows:
     """Returns a row for each node that only one of the two has, at the topmost node that the other lacks."""
     entries = map(split_name, those)
     known = {its[:depth] for its in entries for depth in range(len(its) + 1)}
@@ -281,15 +274,13 @@ def _missing_rows(
             heads.setdefault(join_path(its[:depth]), []).append(name)
     for head, names in heads.items():
         text = in_text(these[head]) if names == [head] else f"{len(names):,} lea{'f' if len(names) == 1 else 'ves'}"
-        yield Difference(head, "structure", *((text, NOTHING) if side == 0 else (NOTHING, text)))
+        yield Difference.of_one(head, text, side)
 
 
 # -- Elements of two arrays of one shape, by value ---------------------------------------------------------------------
 
 
-def _element_rows(
-    path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray, tolerance: tuple[float, float]
-) -> Iterator[Difference]:
+def _element_rows(path: str, here: Any, there: Any, tolerance: tuple[float, float]) -> _Rows:
     """Yields the row for two arrays of one shape, if their elements differ by more than `(atol, rtol)`."""
     are_keys = [is_key(each) for each in (here, there)]
     if (any(are_keys) and here.dtype != there.dtype) or jax.dtypes.float0 in (here.dtype, there.dtype):

@@ -110,10 +110,8 @@ def value_and_grad(
             missed = {slot: path for slot, path in enumerate(parts.layout.paths) if path not in hit}
         if missed and unreached == "error":
             paths = [*missed.values()]
-            raise ValueError(
-                f"the loss does not depend on these trained parameters: {quoted(paths, 5)}; freeze them, "
-                f"tp.layout(model, freeze=[{paths[0]!r}]), or pass unreached='none'"
-            )
+            what = f"the loss does not depend on these trained parameters: {quoted(paths, 5)}"
+            raise ValueError(f"{what}; freeze them, tp.layout(model, freeze=[{paths[0]!r}]), or pass unreached='none'")
 
         of_slots = lambda slots: call(parts.model(slots), *args, **kwargs)
         try:
@@ -316,11 +314,9 @@ def _count_examples(batch: PyTree) -> int:
     arrays = jtu.tree_flatten_with_path(batch)[0]
     counts = {f"batch{jtu.keystr(path)}": (*getattr(array, "shape", ()), 0)[0] for path, array in arrays}
     if len({*counts.values()}) != 1 or 0 in counts.values():
-        raise ValueError(
-            "expected arrays of examples in the batch, as many along the leading axis of each and at least one, got: "
-            + (", ".join(f"{name} has {count}" for name, count in counts.items()) or "no arrays")
-            + "; pass anything that is not to be split as a further argument"
-        )
+        expected = "expected arrays of examples in the batch, as many along the leading axis of each and at least one"
+        got = ", ".join(f"{name} has {count}" for name, count in counts.items()) or "no arrays"
+        raise ValueError(f"{expected}, got: {got}; pass anything that is not to be split as a further argument")
     return next(iter(counts.values()))
 
 
@@ -330,26 +326,20 @@ def _count_examples(batch: PyTree) -> int:
 def _checked_loss(f: Any, verb: str) -> Callable[..., Any]:
     """Returns the function to differentiate; raises a `TypeError` if an option was passed in its place."""
     if not callable(f):
-        raise TypeError(
-            f"expected a function of the model, got {describe(f)}; name the options: "
-            f"tp.{verb}(trainable=...), and write tp.{verb}(loss)(model, x)"
-        )
+        what = f"expected a function of the model, got {describe(f)}"
+        raise TypeError(f"{what}; name the options: tp.{verb}(trainable=...), and write tp.{verb}(loss)(model, x)")
     return f
 
 
 def _check_options(trainable: object, has_aux: object, unreached: object) -> None:
     """Raises an error if an option is none, or an argument of the loss or of `jax.grad` was passed in its place."""
     if isinstance(trainable, int) and not isinstance(trainable, bool):
-        raise TypeError(
-            "gradients are with respect to the model, the first argument of the loss; drop the number, got "
-            f"{trainable} for trainable="
-        )
+        what = "gradients are with respect to the model, the first argument of the loss"
+        raise TypeError(f"{what}; drop the number, got {trainable} for trainable=")
     code = getattr(trainable, "__code__", None)  # of a function
     if code is not None and code.co_argcount - len(getattr(trainable, "__defaults__", None) or ()) > 1:
-        raise TypeError(
-            f"expected a `where`, such as a function of the model alone, got {function_name(trainable)}, which takes "
-            "more; the loss comes first: tp.grad(loss, trainable)(model, x)"
-        )
+        what = f"expected a `where`, such as a function of the model alone, got {function_name(trainable)}"
+        raise TypeError(f"{what}, which takes more; the loss comes first: tp.grad(loss, trainable)(model, x)")
     if not isinstance(has_aux, bool):
         raise TypeError(f"has_aux must be True or False, got {describe(has_aux)}; write tp.grad(loss)(model, x)")
     if unreached not in get_args(Unreached):
@@ -368,7 +358,6 @@ def _check_result(of_slots: Callable[..., Any], slots: Sequence[Any], has_aux: b
     value = result[0] if has_aux else result
     dtype = getattr(value, "dtype", object)
     if getattr(value, "shape", None) != () or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"expected the loss to return a real scalar, got {describe(value) if has_aux else got}; write jnp.mean(...)"
-            " or jnp.sum(...) of an array; if it is the first of several results, write has_aux=True"
-        ) from error
+        what = f"expected the loss to return a real scalar, got {describe(value) if has_aux else got}"
+        mean = "write jnp.mean(...) or jnp.sum(...) of an array"
+        raise TypeError(f"{what}; {mean}; if it is the first of several results, write has_aux=True") from error

@@ -10,9 +10,9 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_a
 import jax
 import jax.tree_util as jtu
 
-from ._slots.parts import Rest, arrays_in, as_rest, index_in, put_together, rows_between, unpacked, with_kept_arrays
+from ._slots.parts import Rest, arrays_in, as_rest, diff_of, index_in, put_together, unpacked, with_kept_arrays
 from ._tree.structure import getter, naming_deleted
-from ._tree.text import describe, first_lines
+from ._tree.text import describe
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -64,10 +64,9 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
     """
     refused = [name for name in jit_kwargs if name.startswith(("static_arg", "donate_arg", "in_"))]
     if refused:
-        raise ValueError(
-            f"tp.jit takes arguments apart and has no {refused[0]!r}; leave it out, all that is no array is static. To "
-            "donate arguments write donate='all', or donate='all-except-first'; to place them use jax.device_put"
-        )
+        what = f"tp.jit takes arguments apart and has no {refused[0]!r}; leave it out, all that is no array is static"
+        donated = "To donate arguments write donate='all', or donate='all-except-first'"
+        raise ValueError(f"{what}. {donated}; to place them use jax.device_put")
     if donate not in get_args(Donate):
         raise ValueError(f"donate must be {', '.join(map(repr, get_args(Donate)))}, got {donate!r}")
     if not (fun is None or callable(fun)):
@@ -243,10 +242,9 @@ class Stage:
         donated, kept = self._take_apart(args, kwargs)
         call = with_kept_arrays(kept, ())
         if jtu.tree_structure(call) != jtu.tree_structure(self._lowered_for):
-            raise ValueError(
-                "the program was lowered for other arguments (the first; these are the second):\n"
-                + first_lines([row.in_words() for row in rows_between(self._lowered_for, call)] or [_UNSEEN])
-            )
+            differences = diff_of(self._lowered_for, call).in_words() or _UNSEEN
+            what = "the program was lowered for other arguments (the first; these are the second)"
+            raise ValueError(f"{what}:\n{differences}")
         return put_together(self._stage(donated, kept), ())
 
     def __getattr__(self, name: str) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ._programs import Kind, Marks, is_floating, kind_of, makes_zeros, traced
+from ._programs import Kind, Marks, is_floating, makes_zeros, traced
 from ._reached import reached
 from ._slots.accidents import keep_apart
 from ._slots.index import Index
@@ -146,12 +146,10 @@ def _leaves_of_model(out: Any, treedef: TreeDef, shapes: Sequence[tuple[int, tup
         leaves, got = flatten(tree)
         if same_treedef(got, treedef) and all(getattr(leaves[i], "shape", None) == shape for i, shape in shapes):
             return [leaves[i] for i, _ in shapes]
-    raise TypeError(
-        "expected a step that returns the new model, or a tuple whose first item is the new model, got "
-        f"{', '.join(map(describe, items or [out]))}; if it is another item, write "
-        "tp.moved(lambda model, *args: step(model, *args)[1])(model, ...); for the parameters of a loss, write "
-        "tp.reached(loss)(model)"
-    )
+    expected = "expected a step that returns the new model, or a tuple whose first item is the new model"
+    other = "if it is another item, write tp.moved(lambda model, *args: step(model, *args)[1])(model, ...)"
+    got = f"got {', '.join(map(describe, items or [out]))}"
+    raise TypeError(f"{expected}, {got}; {other}; for the parameters of a loss, write tp.reached(loss)(model)")
 
 
 # -- What a value may be -----------------------------------------------------------------------------------------------
@@ -194,10 +192,10 @@ class _Same(Marks):
         return self.nothing  # which branch is taken does not matter where all give the same
 
     def operation(self, eqn: JaxprEqn, its: list[_Mark]) -> Sequence[_Mark]:
-        return its if Kind.SAME in kind_of(eqn) else [self._result(eqn, its)] * len(eqn.outvars)
+        return its if Kind.SAME in Kind.of(eqn) else [self._result(eqn, its)] * len(eqn.outvars)
 
     def _result(self, eqn: JaxprEqn, its: list[_Mark]) -> _Mark:
-        name, kind = eqn.primitive.name, kind_of(eqn)
+        name, kind = eqn.primitive.name, Kind.of(eqn)
         if name == "select_n":
             return frozenset().union(*its[1:])
         if name in ("add", "add_any", "sub") and its[1] == _ZERO:
@@ -235,10 +233,8 @@ class _Same(Marks):
         # An array that is put together in another way than it was divided is another array.
         ins, outs = eqn.params["in_specs"], eqn.params["out_specs"]
         pairs = [(mark, way) for mark, way in zip(its, ins, strict=True) if isinstance(mark, frozenset)]
-        return [
-            new if new <= _NUMBERS or all(own == way for mark, own in pairs if mark & new) else _ANY
-            for new, way in zip(found, outs, strict=True)
-        ]
+        is_same = lambda new, way: new <= _NUMBERS or all(own == way for mark, own in pairs if mark & new)
+        return [new if is_same(new, way) else _ANY for new, way in zip(found, outs, strict=True)]
 
 
 def _is_row(value: Any, eqn: JaxprEqn) -> TypeGuard[_Given]:

@@ -52,6 +52,11 @@ class Kind(enum.Flag):
     RULE = enum.auto()  # has a rule for its derivative
     BACKWARD = enum.auto()  # and that rule is for cotangents alone
 
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> "Kind":
+        """Returns the facts known about an operation."""
+        return _KINDS.get(eqn.primitive.name) or _KINDS.get(operation_name(eqn), cls(0))
+
 
 _TABLE = {
     Kind.SAME: "copy copy_p device_put layout_constraint mesh_cast name optimization_barrier pbroadcast pvary reshard "
@@ -107,14 +112,9 @@ def operation_name(eqn: JaxprEqn) -> str:
     return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
 
 
-def kind_of(eqn: JaxprEqn) -> Kind:
-    """Returns the facts known about an operation."""
-    return _KINDS.get(eqn.primitive.name) or _KINDS.get(operation_name(eqn), Kind(0))
-
-
 def makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
     """Returns whether an operation gives zeros if some of its operands are zeros and the others are finite."""
-    name, kind = eqn.primitive.name, kind_of(eqn)
+    name, kind = eqn.primitive.name, Kind.of(eqn)
     if name == "div":
         return zeros[0] and not zeros[1]  # and not of zero by zero
     if Kind.PRODUCT in kind:
@@ -126,7 +126,7 @@ def makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
 
 def is_linear(eqn: JaxprEqn, which: Sequence[bool]) -> bool:
     """Returns whether an operation is linear in those of its operands together."""
-    kind = kind_of(eqn)
+    kind = Kind.of(eqn)
     if Kind.PRODUCT in kind:
         return sum(which) == 1
     return bool(kind & (Kind.SAME | Kind.MOVES | Kind.LINEAR)) or (eqn.primitive.name == "div" and not which[1])
@@ -173,7 +173,7 @@ class Walk(Generic[V]):
         """Returns the program that an operation runs on its own operands, or `None`."""
         if "_prim" not in eqn.params:
             ends = len(eqn.invars), len(eqn.outvars)
-            within = programs(eqn) if Kind.CALLS in kind_of(eqn) else ()
+            within = programs(eqn) if Kind.CALLS in Kind.of(eqn) else ()
             return next((each for each in within if (len(each.jaxpr.invars), len(each.jaxpr.outvars)) == ends), None)
         if id(eqn) not in self._lowered:
             self._lowered[id(eqn)] = eqn, _lowered(eqn)
@@ -271,7 +271,7 @@ class Marks(Walk[Any]):
 
     def step(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         """Returns the marks of an operation's results."""
-        if Kind.REF in kind_of(eqn):
+        if Kind.REF in Kind.of(eqn):
             return self._of_ref(eqn, its)
         refs = [each for each in its if isinstance(each, _Cell)]
         if not refs:
@@ -291,7 +291,7 @@ class Marks(Walk[Any]):
 
     def operation(self, eqn: JaxprEqn, its: list[Any]) -> Sequence[Any]:
         """Returns the marks of the results of an operation that runs no program."""
-        return its if Kind.SAME in kind_of(eqn) else [self.opaque(its)] * len(eqn.outvars)
+        return its if Kind.SAME in Kind.of(eqn) else [self.opaque(its)] * len(eqn.outvars)
 
     def opaque(self, marks: Sequence[Any]) -> Any:
         """Returns the mark of whatever is computed from these."""
@@ -444,7 +444,7 @@ def derivative(eqn: JaxprEqn, moves: Sequence[bool]) -> tuple[ClosedJaxpr, bool]
 
     operands, results = ([var.aval for var in some] for some in (eqn.invars, eqn.outvars))
     kept = list(map(is_floating, results))
-    if Kind.BACKWARD not in kind_of(eqn):
+    if Kind.BACKWARD not in Kind.of(eqn):
         with contextlib.suppress(TypeError):  # a hi primitive without a rule for tangents
             return jax.make_jaxpr(forwards)(operands, operands), False
     return jax.make_jaxpr(backwards)(operands, results), True

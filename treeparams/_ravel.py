@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact
 
-from ._forms.form import stacks_of, vector_of
+from ._forms.form import Form
 from ._forms.restructure import Restructure, restructure_over
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
@@ -65,7 +65,7 @@ def ravel(
     parts = take_apart(model, trainable)
     if not parts.slots:
         parts.index.warn_of_nothing()
-    form = vector_of(parts.layout, dtype, pad_to)
+    form = Form.vector(parts.layout, dtype, pad_to)
     if not (dtype is None or dtype is float or dtype is complex) and jnp.dtype(dtype) != form.dtype:
         warn(f"the vector is {form.dtype} and not {jnp.dtype(dtype)}, because jax_enable_x64 is not set")
     with naming_deleted(model):
@@ -124,6 +124,6 @@ def stack(
     parts = take_apart(model, trainable)
     if not parts.slots:
         parts.index.warn_of_nothing()
-    form = stacks_of(parts.layout, groups)
+    form = Form.stacks(parts.layout, groups)
     with naming_deleted(model):
         return form.join(parts.slots), restructure_over(parts.rest, form)

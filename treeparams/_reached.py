@@ -9,7 +9,7 @@ import jax
 import jax.tree_util as jtu
 from jax.extend.core import JaxprEqn
 
-from ._programs import Kind, Marks, derivative, is_floating, kind_of, makes_zeros, traced
+from ._programs import Kind, Marks, derivative, is_floating, makes_zeros, traced
 from ._slots.layout import Layout, Trainable, trained_at
 from ._slots.parts import put_together, take_apart
 from ._tree.text import describe
@@ -97,7 +97,7 @@ class _Differentiable(Marks):
 
     def pure(self, eqn: JaxprEqn, its: list[int]) -> Sequence[int]:
         """Returns the marks of an operation's results, without those that its derivative does not pass on."""
-        kind, floating = kind_of(eqn), [is_floating(var.aval) for var in eqn.outvars]
+        kind, floating = Kind.of(eqn), [is_floating(var.aval) for var in eqn.outvars]
         if not any(its) or Kind.FLAT in kind or not any(floating):
             return [0] * len(floating)
         if Kind.RULE in kind or "_prim" in eqn.params:

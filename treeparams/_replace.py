@@ -143,7 +143,6 @@ def _called(where: object, value: Any, path: str, at_hand: Any) -> Any:
     try:
         return value(at_hand)
     except TypeError as error:
-        raise TypeError(
-            f"the function given for {name_of(where)} is called with one argument, the array at {path!r}; for an "
-            f"initialiser write lambda w: init(key, w.shape, w.dtype). It failed with {in_short(error)}"
-        ) from error
+        what = f"the function given for {name_of(where)} is called with one argument, the array at {path!r}"
+        remedy = "for an initialiser write lambda w: init(key, w.shape, w.dtype)"
+        raise TypeError(f"{what}; {remedy}. It failed with {in_short(error)}") from error

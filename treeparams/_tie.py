@@ -6,9 +6,9 @@ from typing import TypeVar
 import jax
 import jax.tree_util as jtu
 
-from ._slots.accidents import keep_apart, note_tied, note_untied
+from ._slots.accidents import keep_apart, note_ties, note_untied
 from ._slots.layout import Layout, look_up
-from ._slots.ties import Alias, declaring_nodes, find_ties, tie_between
+from ._slots.ties import Alias, find_ties, tie_between
 from ._slots.where import Where, select
 from ._tree.copying import copy_leaf
 from ._tree.structure import structure_of
@@ -61,29 +61,26 @@ def tie(
     leaves, treedef, structure = structure_of(model)
     if (alias is None or isinstance(alias, Layout)) and to is None and transform is None:
         known = find_ties(structure) if alias is None else look_up(structure, alias)[1].ties
-        if alias is None and not known and not any(said.ties for _, said in declaring_nodes(structure)):
-            raise ValueError(
-                "no class in this model declares a tie; declare it, "
-                'head: jax.Array = tp.field(tied_to="embed"), or name both paths, tp.tie(model, "head", to="embed")'
-            )
+        if alias is None and not known and not any(said.ties for _, said in structure.declaring):
+            how = 'declare it, head: jax.Array = tp.field(tied_to="embed")'
+            remedy = f'{how}, or name both paths, tp.tie(model, "head", to="embed")'
+            raise ValueError(f"no class in this model declares a tie; {remedy}")
     elif not isinstance(alias, str) or to is None:
-        raise TypeError(
-            'tp.tie needs both paths, tp.tie(model, "head", to="embed"), or none, tp.tie(model), for declared ties'
-        )
+        both = 'both paths, tp.tie(model, "head", to="embed")'
+        raise TypeError(f"tp.tie needs {both}, or none, tp.tie(model), for declared ties")
     else:
         at, source, linear = tie_between(structure, alias, to, transform)
         known = [Alias(at, source, () if linear is None else (linear,))]
         if linear is not None and known[0] not in find_ties(structure):
             written = f"jnp.{linear}" if getattr(transform, "__module__", "") == "jax.numpy" else f"{linear}"
-            raise ValueError(
-                f"an array cannot record that {alias!r} is {linear} of {to!r}, so a step would break the tie. "
-                f'Declare it in the class, {alias}: jax.Array = tp.field(tied_to="{to}", transform={written}), or '
-                f'pass it to a layout, known = tp.layout(model, ties={{"{alias}": ("{to}", {written})}}), and that to '
-                "tp.tie(model, known), tp.grad and the optimiser"
-            )
+            what = f"an array cannot record that {alias!r} is {linear} of {to!r}, so a step would break the tie"
+            how = f'Declare it in the class, {alias}: jax.Array = tp.field(tied_to="{to}", transform={written})'
+            known = f'known = tp.layout(model, ties={{"{alias}": ("{to}", {written})}})'
+            passed = f"pass it to a layout, {known}, and that to tp.tie(model, known), tp.grad and the optimiser"
+            raise ValueError(f"{what}. {how}, or {passed}")
     for each in known:
         leaves[each.leaf] = each.value_from(leaves[each.source], structure.spec(each.source))
-    note_tied(structure, [(each.source, each.leaf) for each in known if not each.transforms])
+    note_ties(structure, [(each.source, each.leaf) for each in known if not each.transforms], is_said=True)
     return jtu.tree_unflatten(treedef, leaves)
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._forms.mesh import is_sharded
+from ._slots.index import Tied
 from ._slots.layout import Trainable
-from ._slots.match import Tied, per_slot
 from ._slots.parts import Parts, take_apart
 from ._tree.structure import flatten, is_array, naming_deleted
 from ._tree.text import describe, warn
@@ -105,7 +105,7 @@ def _taken(
     words: list[Tied] = [tied] * len(trees) if tied is None or isinstance(tied, str) else list(tied)
     if len(words) != len(trees):
         raise ValueError(f"tied has {len(words)} words for {len(trees)} trees besides the model; pass one per tree")
-    others = [per_slot(parts.index, tree, word) for tree, word in zip(trees, words, strict=True)]
+    others = [parts.index.per_slot(tree, word) for tree, word in zip(trees, words, strict=True)]
     return parts, [*([parts.layout.paths] if with_path else []), parts.slots, *others]
 
 
@@ -272,9 +272,8 @@ def _batched_norms(rank: int) -> Callable[[list[jax.Array]], jax.Array]:
         total = _sum_of_squares(arrays, rank)
         usual = jnp.isfinite(total) & (total > _SAFE)
         # The usual case reads the data once. Only data whose sum overflowed or may have vanished is read again, scaled.
-        return jax.lax.cond(
-            jnp.all(usual), lambda _: jnp.sqrt(total), lambda arrays: _scaled_norm(arrays, rank), arrays
-        )
+        again = lambda arrays: _scaled_norm(arrays, rank)
+        return jax.lax.cond(jnp.all(usual), lambda _: jnp.sqrt(total), again, arrays)
 
     @norms.def_vmap
     def over_a_batch(size: int, is_mapped: list[list[bool]], arrays: list[jax.Array]) -> tuple[jax.Array, bool]:

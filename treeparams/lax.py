@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import jax
 import jax.tree_util as jtu
 
-from ._slots.parts import Rest, arrays_in, as_rest, index_in, put_together, rows_between, unpacked, with_kept_arrays
+from ._slots.parts import Rest, arrays_in, as_rest, diff_of, index_in, put_together, unpacked, with_kept_arrays
 from ._tree.static_keys import with_object
 from ._tree.structure import Structure
-from ._tree.text import describe, first_few, first_lines, warn
+from ._tree.text import describe, first_few, warn
 from ._tree.types import PyTree, is_inexact
 
 C = TypeVar("C")
@@ -177,11 +177,9 @@ class _Kind:
         self._rest = self._rest or without
         if jtu.tree_structure(without) != jtu.tree_structure(self._rest):
             what, *words = self._words
-            raise ValueError(
-                f"{what}, and only arrays may differ:\n"
-                + first_lines([row.in_words(*words) for row in rows_between(self._rest, without)])
-                + "\nA Python number is static: write jnp.asarray(number), or jnp.zeros(()) for a running total"
-            )
+            differences = diff_of(self._rest, without).in_words(*words)
+            number = "A Python number is static: write jnp.asarray(number), or jnp.zeros(()) for a running total"
+            raise ValueError(f"{what}, and only arrays may differ:\n{differences}\n{number}")
         arrays, seen, both = dict(zip(self._leaves, arrays_in(rest), strict=True)), {}, {}
         own = {i: seen.setdefault(id(array), i) for i, array in arrays.items() if is_inexact(array.dtype)}
         before = self._first or own
@@ -213,10 +211,8 @@ def _lost(structure: Structure, before: Mapping[int, int], after: Mapping[int, i
         one, other = [nodes[path] for path in paths]
         if one.cls is not other.cls or one.stop > other.start:
             return False
-        here, there = (
-            {entries[i][len(node.entries) :]: before[i] for i in range(node.start, node.stop) if i in before}
-            for node in (one, other)
-        )
+        below = lambda node: [i for i in range(node.start, node.stop) if i in before]
+        here, there = ({entries[i][len(node.entries) :]: before[i] for i in below(node)} for node in (one, other))
         shared = here.keys() & there.keys()
         return bool(shared) and all(here[path] == there[path] for path in shared)
 

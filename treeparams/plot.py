@@ -161,9 +161,8 @@ def _name(ax: Axes, base: float, labels: Sequence[tuple[float, str]]) -> None:
     # Label i cannot be left of label i - 1 plus one step. With i steps taken off, that is a running maximum. The same
     # from the right end keeps the last labels within the strip.
     steps = 0.98 / max(len(labels), _LABELS) * np.arange(len(labels))
-    apart = np.minimum(
-        np.maximum.accumulate(np.array([middle for middle, _ in labels]) - steps) + steps, 1 - steps[::-1]
-    )
+    middles = np.array([middle for middle, _ in labels])
+    apart = np.minimum(np.maximum.accumulate(middles - steps) + steps, 1 - steps[::-1])
     for (middle, text), x in zip(labels, apart, strict=True):
         ax.plot([middle, middle, x, x], [base, base - 0.12, base - 0.4, base - 0.5], color="grey", linewidth=0.6)
         turned = {"rotation": -_SLOPE, "rotation_mode": "anchor", "ha": "left", "va": "center", "parse_math": False}

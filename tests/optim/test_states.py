@@ -15,8 +15,8 @@ import pytest
 
 import treeparams as tp
 from treeparams import optim, saving
-from treeparams._forms.form import stacks_of, tree_of, vector_of
-from treeparams._forms.states import divide
+from treeparams._forms.form import Form
+from treeparams._forms.states import Division
 
 from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
 from .shared import in_a_list, pair
@@ -30,21 +30,21 @@ LAYOUT = tp.layout(MODEL)
 def _owners(rule, form):
     """The paths, place and axis of each array, by its own path; those that all share have none."""
     state = jax.eval_shape(rule.init, form.shapes())
-    division = divide(rule.init, form, state)
+    division = Division.of(rule.init, form, state)
     assert not division.problem
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     return dict(zip(names, division.owners, strict=True))
 
 
 def test_each_array_is_of_one_parameter_in_a_tree_of_all_in_a_vector_and_has_a_row_for_each_in_stacks():
-    found = _owners(optax.adam(0.1), tree_of(LAYOUT))
+    found = _owners(optax.adam(0.1), Form.tree(LAYOUT))
     owners = found["[0].nu['deep'][1]"]
     assert (owners.paths, owners.place, owners.axis) == (("deep.1",), (("0", "nu"), ()), None)
     assert [path for path, each in found.items() if each is None] == ["[0].count"]
-    owners = _owners(optax.adam(0.1), vector_of(LAYOUT))["[0].mu"]
+    owners = _owners(optax.adam(0.1), Form.vector(LAYOUT))["[0].mu"]
     assert (owners.paths, owners.place, owners.axis) == (LAYOUT.paths, (("0", "mu"), ()), 0)
     assert owners.block.starts == [0, 6, 12, 13, 16]
-    found = _owners(optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2)), stacks_of(LAYOUT))
+    found = _owners(optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2)), Form.stacks(LAYOUT))
     owners = next(each for path, each in found.items() if "v_row" in path and "[2,3]" in path)
     assert (owners.paths, owners.axis, owners.block.has_rows) == (("deep.0", "deep.1"), 0, True)
     assert None not in found.values()  # counts too
@@ -52,12 +52,12 @@ def test_each_array_is_of_one_parameter_in_a_tree_of_all_in_a_vector_and_has_a_r
 
 def test_a_list_is_divided_by_number():
     in_list = in_a_list(lambda leaf: {"sum": jnp.zeros_like(leaf)})
-    for form in (tree_of, stacks_of):
+    for form in (Form.tree, Form.stacks):
         found = _owners(optax.chain(optax.adam(0.1), in_list), form(LAYOUT))
         listed = [each for path, each in found.items() if path.startswith("[1]")]
         assert [each.paths for each in listed] == [each.paths for path, each in found.items() if "mu" in path]
         assert {each.place for each in listed} == {(("1",), ("sum",))}
-    found = _owners(in_a_list(lambda leaf: (jnp.zeros_like(leaf), jnp.zeros(()))), tree_of(LAYOUT))
+    found = _owners(in_a_list(lambda leaf: (jnp.zeros_like(leaf), jnp.zeros(()))), Form.tree(LAYOUT))
     assert [found[f"[{i}][1]"].paths for i in range(4)] == [(path,) for path in LAYOUT.paths]
 
 
@@ -66,7 +66,7 @@ def test_a_list_is_divided_by_number():
 )
 def test_a_parameter_may_be_called_as_the_state_is(model):
     rule = optax.chain(optax.adam(0.1), optax.ema(0.9), optax.adam(0.1))
-    found = _owners(rule, tree_of(tp.layout(model)))
+    found = _owners(rule, Form.tree(tp.layout(model)))
     for place in (("0", "0", "mu"), ("1", "ema"), ("2", "0", "nu")):
         paths = [each.paths[0] for each in found.values() if each is not None and each.place == (place, ())]
         assert paths == list(tp.layout(model).paths)

@@ -11,7 +11,7 @@ import pytest
 
 import treeparams as tp
 from treeparams import optim, saving
-from treeparams._forms.form import vector_of
+from treeparams._forms.form import Form
 from treeparams._forms.states import Copies, entries_of
 from treeparams._slots.layout import index_of
 from treeparams.optim._state import Roles, TrainableState, rule_of
@@ -374,7 +374,7 @@ def test_a_padded_vector_is_not_opened_as_another_one(make, tmp_path):
     path, runs = tmp_path / "run.safetensors", []
     for classes in (10, 11):
         layout = tp.layout(make(classes))
-        form = vector_of(layout, pad_to=128)
+        form = Form.vector(layout, pad_to=128)
         rule = Rule(optax.adam(0.1), None, lambda _, form=form: form)
         vector, restructure = tp.ravel(make(classes), pad_to=128)
         runs.append(({"vector": vector, "back": restructure}, {"vector": vector, "state": _fresh(rule, layout, 1)}))

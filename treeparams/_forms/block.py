@@ -33,6 +33,8 @@ from .._tree.types import is_complex, widened
 from .mesh import broadcast_as, first_axis_whole, is_sharded, laid_as, replicated, varying_alike
 
 _Shapes = tuple[tuple[int, ...], ...]
+_Span = tuple[int, int, tuple[int, ...]]
+"""A piece of an axis: where it starts, its size along the axis, and its shape."""
 
 # A shape that stands at fewer places than this is cut at constant offsets. For a net of 10 leaves the conditional below
 # saves a third of the build and costs a tenth of the run time; from some 30 leaves on it saves up to nine tenths of the
@@ -73,11 +75,8 @@ def _cut_on_tpu(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Arr
     # over the rows reads all of the stack for each. One copy before the loop, with the rows outermost, is less by the
     # number of rows: for a step over 50 layers of 32x32, bytes moved went from 140 to 18 times the parameters.
     pieces = zip(_split_up(array, shapes=shapes, rank=rank), shapes, strict=True)
-    return [_rows_outermost(piece) if rank and len(shape) == rank + 2 else piece for piece, shape in pieces]
-
-
-def _rows_outermost(stack: jax.Array) -> jax.Array:
-    return layout.with_layout_constraint(stack, layout.Layout(tuple(range(stack.ndim))))
+    outermost = lambda stack: layout.with_layout_constraint(stack, layout.Layout(tuple(range(stack.ndim))))
+    return [outermost(piece) if rank and len(shape) == rank + 2 else piece for piece, shape in pieces]
 
 
 def _cut_at_run_time(array: jax.Array, *, shapes: _Shapes, rank: int) -> list[jax.Array]:
@@ -127,9 +126,8 @@ def _hidden(offsets: Sequence[Sequence[int]]) -> list[jax.Array]:
     always = jax.lax.optimization_barrier(jnp.bool_(True))
     # Unsigned, or JAX would add code for negative offsets. The other branch, never taken, has a number of its own for
     # each too: XLA would make copies of one that comes several times.
-    known = jax.lax.cond(
-        always, lambda: [np.uint32(number) for number in numbers], lambda: [np.uint32(number + 1) for number in numbers]
-    )
+    further_by = lambda one: lambda: [np.uint32(number + one) for number in numbers]
+    known = jax.lax.cond(always, further_by(0), further_by(1))
     at = dict(zip(numbers, known, strict=True))
     return [at[start] + at[further] for start, further in terms.T.tolist()]
 
@@ -213,39 +211,30 @@ def _transpose_join(cotangent: Any, *arrays: Any, shapes: _Shapes, length: int, 
     return [piece if ad.is_undefined_primal(array) else None for piece, array in zip(pieces, arrays, strict=True)]
 
 
-def _batch_cut(
-    arrays: Sequence[Any], axes: Sequence[Any], *, shapes: _Shapes, rank: int
-) -> tuple[list[jax.Array], list[int]]:
-    pieces = cut(jnp.moveaxis(arrays[0], axes[0], 0), shapes, rank)
+def _batch_cut(arrays: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple[list[jax.Array], list[int]]:
+    pieces = cut(jnp.moveaxis(arrays[0], axes[0], 0), **how)
     return pieces, [0] * len(pieces)
 
 
-def _batch_join(
-    arrays: Sequence[Any], axes: Sequence[Any], *, shapes: _Shapes, length: int, rank: int
-) -> tuple[jax.Array, int]:
+def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple[jax.Array, int]:
     # A batch axis comes before the one that is cut, and all pieces must have it. A piece that is the same for the whole
     # batch is repeated, and lies over the devices of a mesh as the others do.
     mapped = [jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True) if axis is not None]
     given, size = iter(mapped), mapped[0].shape[0]
     pairs = zip(arrays, axes, strict=True)
     stacks = [broadcast_as(array, size, mapped) if axis is None else next(given) for array, axis in pairs]
-    return join(stacks, shapes, length, rank), 0
+    return join(stacks, **how), 0
 
 
 # The maps are linear, so each term of a Taylor series is mapped by itself. `jet` gives the terms of each operand, and
 # wants those of each result: a cut has one operand and many results, a join the other way round.
-def _taylor_of_cut(
-    arrays: Sequence[Any], series: Sequence[Any], *, shapes: _Shapes, rank: int
-) -> tuple[list[jax.Array], list[Any]]:
-    terms = [cut(term, shapes, rank) for term in series[0]]
-    return cut(arrays[0], shapes, rank), [list(each) for each in zip(*terms, strict=True)]
+def _taylor_of_cut(arrays: Sequence[Any], series: Sequence[Any], **how: Any) -> tuple[list[jax.Array], list[Any]]:
+    terms = [cut(term, **how) for term in series[0]]
+    return cut(arrays[0], **how), [list(each) for each in zip(*terms, strict=True)]
 
 
-def _taylor_of_join(
-    arrays: Sequence[Any], series: Sequence[Any], *, shapes: _Shapes, length: int, rank: int
-) -> tuple[jax.Array, list[jax.Array]]:
-    terms = [join(terms, shapes, length, rank) for terms in zip(*series, strict=True)]
-    return join(arrays, shapes, length, rank), terms
+def _taylor_of_join(arrays: Sequence[Any], series: Sequence[Any], **how: Any) -> tuple[jax.Array, list[jax.Array]]:
+    return join(arrays, **how), [join(terms, **how) for terms in zip(*series, strict=True)]
 
 
 ad.deflinear2(_cut_p, _transpose_cut)
@@ -383,26 +372,22 @@ class Block(HashedOnce):
     def some(self, whole: jax.Array, numbers: Set[int]) -> dict[int, jax.Array]:
         """Cuts out the arrays with these numbers."""
         ordered = sorted(numbers)
-        return dict(zip(ordered, cut(whole, self._with_gaps(ordered, whole.shape[1:]), self.rank)[1::2], strict=True))
+        return dict(zip(ordered, _cut_spans(whole, self.rank, self._spans(ordered)), strict=True))
 
     def changed(self, whole: jax.Array, changes: Mapping[int, Callable[[jax.Array], jax.Array]]) -> jax.Array:
         """Returns the whole array with the arrays of these numbers changed: one copy, however many change."""
         numbers = sorted(changes)
-        shapes = self._with_gaps(numbers, whole.shape[1:])
+        shapes = _with_gaps(self._spans(numbers), whole.shape[1:], self.shape[0])
         pieces = cut(self.gathered(whole), shapes, self.rank)
         for i, number in enumerate(numbers):
             pieces[2 * i + 1] = changes[number](pieces[2 * i + 1])
         return laid_as(join(pieces, shapes, self.shape[0], self.rank), whole)
 
-    def _with_gaps(self, numbers: Sequence[int], row: tuple[int, ...]) -> _Shapes:
-        # The gaps before, between and after are cut too, though often nobody reads them: so it is one cut, whose
-        # transpose is one join. Slices of the arrays alone would have as many padded additions for their transpose.
-        starts = self.starts
-        spans = [(starts[n], starts[n + 1] - starts[n], self.shapes[n]) for n in numbers]
-        return _with_gaps(spans, row, self.shape[0])
+    def _spans(self, numbers: Sequence[int]) -> list[_Span]:
+        return [(self.starts[n], self.starts[n + 1] - self.starts[n], self.shapes[n]) for n in numbers]
 
 
-def cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
+def cast(array: jax.Array, dtype: Any) -> jax.Array:
     """Casts an array to a dtype; a complex array loses its imaginary part if the dtype is real."""
     if jnp.iscomplexobj(array) and not is_complex(dtype):
         array = array.real
@@ -458,25 +443,21 @@ def cut_columns(
     for begin, size, shape in zip(starts.tolist(), sizes.tolist(), shapes, strict=True):
         spans = sorted({(start, size, shape) for start in begin})
         pieces = dict(zip([start for start, *_ in spans], _cut_spans(array, rank, spans), strict=True))
-        stacks.append(jnp.moveaxis(stacked([pieces[start] for start in begin], len(shape)), axis, 0))
+        rows = join(_alike([pieces[start] for start in begin]), (shape,) * nodes, nodes, len(shape))
+        stacks.append(jnp.moveaxis(rows, axis, 0))
     return stacks
 
 
-def stacked(arrays: Sequence[jax.Array], rank: int | None = None) -> jax.Array:
-    """Stacks arrays of one shape, before their last `rank` axes; `None` means before all of them."""
-    shape = arrays[0].shape
-    shape = shape if rank is None else shape[len(shape) - rank :]
-    return join(_alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
-
-
-def _cut_spans(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:
-    """Cuts arrays at ascending `(start, size, shape)` out of the axis before the last `rank` ones, and no gaps."""
+def _cut_spans(array: jax.Array, rank: int, spans: Sequence[_Span]) -> list[jax.Array]:
+    """Cuts ascending spans out of the axis before the last `rank` ones."""
+    # The gaps before, between and after are cut too, though often nobody reads them: so it is one cut, whose transpose
+    # is one join. Slices of the arrays alone would have as many padded additions for their transpose.
     axis = array.ndim - 1 - rank
     return cut(array, _with_gaps(spans, array.shape[axis + 1 :], array.shape[axis]), rank)[1::2]
 
 
-def _with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int, ...], length: int) -> _Shapes:
-    """Returns the shapes of pieces at ascending `(start, size, shape)` along an axis, with the gaps around them."""
+def _with_gaps(spans: Sequence[_Span], row: tuple[int, ...], length: int) -> _Shapes:
+    """Returns the shapes of ascending spans of an axis, with the gaps around them."""
     shapes, at = [], 0
     for start, size, shape in spans:
         shapes += [(start - at, *row), shape]

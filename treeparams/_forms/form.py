@@ -1,7 +1,7 @@
 """The forms of trained parameters: the canonical tree, one vector, stacks. Each is a tree of blocks.
 
 A form records where slots are stored in a tree of arrays: `join` makes that tree from one array per slot, and `cut` is
-its inverse. No other code asks which form it is. A new form is one more function that returns a `Form`, at the end.
+its inverse. No other code asks which form it is. A new form is one more maker, a class method.
 
 Compiled programs keep the blocks alive. So blocks must not hold a layout, which keeps static functions and the arrays
 that those have captured. A form itself is held by the index of its layout.
@@ -24,13 +24,14 @@ from jax.typing import ArrayLike, DTypeLike
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.where import Where
-from .._tree.paths import key_entries, key_text, nearest
+from .._tree.paths import key_entries, nearest, unquote
 from .._tree.structure import same_treedef, take
 from .._tree.text import count_of, describe, first_few, quoted
 from .._tree.types import PyTree, TreeDef, common_dtype, is_complex, is_inexact
 from .block import Block, HashedOnce, cast
 
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_LONGEST = 2**31 - 1  # offsets in compiled programs are 32 bits wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +46,89 @@ class Form(HashedOnce):
 
     @classmethod
     def of(
-        cls,
-        tree: PyTree,
-        slots: Sequence[Any],
-        paths: Sequence[str],
-        noun: str,
-        block_of: Callable[[Sequence[Any]], Block] = Block.rows,
+        cls, tree: PyTree, slots: Sequence[Any], paths: Sequence[str], noun: str, make: Callable[..., Any] = Block.rows
     ) -> "Form":
         """Returns the form for a tree of numbers of slots (or arrays): a list of them for each block."""
         members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
-        blocks = tuple([block_of([slots[i] for i in own]) for own in members])
+        blocks = tuple([make([slots[i] for i in own]) for own in members])
         return cls(treedef, blocks, tuple(map(tuple, members)), tuple(paths), noun)
+
+    # -- Makers: each returns, for a layout, where its slots are stored in a tree of arrays
+
+    @classmethod
+    def tree(cls, layout: Layout) -> "Form":
+        """Returns the canonical tree of a layout: each slot separately, at its path."""
+        forms = index_of(layout).forms
+        if "tree" not in forms:
+            blocks = tuple([Block.single(slot.shape, slot.dtype) for slot in layout.slots])
+            members = tuple([(slot,) for slot in range(len(blocks))])
+            treedef = _without_static_arrays(index_of(layout).canonical_treedef)
+            forms["tree"] = cls(treedef, blocks, members, layout.paths, "a canonical tree")
+        return forms["tree"]
+
+    @classmethod
+    def vector(cls, layout: Layout, dtype: DTypeLike | None = None, pad_to: SupportsIndex = 1) -> "Form":
+        """Returns one vector of the slots of a layout."""
+        dtype = layout.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+        pad_to = pad_to if type(pad_to) is int and pad_to > 0 else count_of("pad_to", pad_to, "elements")
+        forms = index_of(layout).forms
+        if (dtype, pad_to) not in forms:
+            length = -(-layout.size // pad_to) * pad_to
+            _check_vector(layout.slots, dtype, length)
+            every, make = list(range(len(layout.slots))), functools.partial(Block.vector, dtype=dtype, length=length)
+            forms[dtype, pad_to] = cls.of(every, layout.slots, layout.paths, "a vector", make)
+        return forms[dtype, pad_to]
+
+    @classmethod
+    def vectors(cls, layout: Layout) -> "Form":
+        """Returns one vector for each dtype among the slots of a layout; a bare vector if there is only one dtype."""
+        dtypes: dict[str, list[int]] = {}
+        for i, slot in enumerate(layout.slots):
+            dtypes.setdefault(str(slot.dtype), []).append(i)
+        if len(dtypes) < 2:
+            return cls.vector(layout)
+        forms = index_of(layout).forms
+        if "vectors" not in forms:
+            make = lambda slots: Block.vector(slots, slots[0].dtype)
+            form = cls.of(dtypes, layout.slots, layout.paths, "vectors, one for each dtype", make)
+            for slots, block in zip(form.members, form.blocks, strict=True):
+                _check_vector([layout.slots[i] for i in slots], block.dtype, block.size)
+            forms["vectors"] = form
+        return forms["vectors"]
+
+    @classmethod
+    def reals(cls, layout: Layout) -> "Form":
+        """Returns one real vector; a complex slot contributes all its real parts, then all imaginary parts."""
+        forms = index_of(layout).forms
+        if not index_of(layout).complex_slots:
+            return cls.vector(layout)
+        if "reals" not in forms:
+            each = [slot for slot in layout.slots for _ in range(2 if is_complex(slot.dtype) else 1)]
+            reals = [jax.ShapeDtypeStruct(slot.shape, jnp.finfo(slot.dtype).dtype) for slot in each]
+            dtype = common_dtype(real.dtype for real in reals if real.size)
+            make = functools.partial(Block.vector, dtype=dtype)
+            forms["reals"] = cls.of(list(range(len(reals))), reals, layout.paths, "a vector", make)
+        return forms["reals"]
+
+    @classmethod
+    def stacks(cls, layout: Layout, groups: Mapping[str, Where] | None = None) -> "Form":
+        """Returns stacks of the slots of a layout: one array for each shape and dtype, with a row for each slot."""
+        if groups is not None:
+            return cls.in_groups(layout, _grouped(layout, groups))
+        forms = index_of(layout).forms
+        if "stacks" not in forms:
+            forms["stacks"] = cls.in_groups(layout, {None: range(len(layout.slots))})
+        return forms["stacks"]
+
+    @classmethod
+    def in_groups(cls, layout: Layout, groups: Mapping[Any, Sequence[int]], *, is_apart: bool = False) -> "Form":
+        """Returns stacks for groups of slots; the only group `None` means no groups. Apart, each has a single row."""
+        tree: dict[Any, Any] = {name: {} for name in groups}
+        for name, numbers in groups.items():
+            for slot in numbers:
+                key = layout.slots[slot].key
+                tree[name].setdefault(f"{key} {slot}" if is_apart else key, []).append(slot)
+        return cls.of(tree.get(None, tree), layout.slots, layout.paths, "the stacks of tp.stack")
 
     __hash__ = HashedOnce.__hash__
 
@@ -120,7 +193,9 @@ class Form(HashedOnce):
         if self._is_apart:
             return jtu.tree_unflatten(self.treedef, arrays)
         of_each = [[arrays[slot] for slot in slots] for slots in self.members]
-        return jtu.tree_unflatten(self.treedef, _join_blocks(self.blocks, of_each))
+        is_some_at_a_time = any(map(_is_some_at_a_time, self.blocks, of_each))
+        join = functools.partial(map, _join_rows) if is_some_at_a_time else _join_all
+        return jtu.tree_unflatten(self.treedef, join(self.blocks, of_each))
 
     def holding(self, arrays: Sequence[Any]) -> PyTree:
         """Makes the form from one array per slot, each block in the widest dtype of its arrays."""
@@ -142,7 +217,7 @@ class Form(HashedOnce):
 
     def cut_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Cuts leaves that are known to be right into one array for each of `slots`."""
-        arrays = [array for own in cut_blocks(self.blocks, leaves) for array in own]
+        arrays = [array for own in _cut_blocks(self.blocks, leaves) for array in own]
         return arrays if self._order is None else [arrays[i] for i in self._order]
 
     def read(self, tree: PyTree) -> list[Any]:
@@ -150,16 +225,12 @@ class Form(HashedOnce):
 
         Rules of Optax put a `MaskedNode`, or `None`, where they leave something out.
         """
-        leaves, treedef = jtu.tree_flatten(tree)
-        if not same_treedef(treedef, self.treedef):
-            leaves = self._at_blocks(tree)
-        elif self._is_apart and self._are_right(leaves):
+        leaves = self.leaves(tree, may_lack=True)
+        if self._is_apart and self._are_right(leaves):
             return leaves
         here = [i for i, leaf in enumerate(leaves) if leaf is not None]
-        for i in here:
-            self._check_leaf(i, leaves[i])
         values: dict[int, Any] = dict.fromkeys(self.slots)
-        for i, own in zip(here, cut_blocks([self.blocks[i] for i in here], [leaves[i] for i in here]), strict=True):
+        for i, own in zip(here, _cut_blocks([self.blocks[i] for i in here], [leaves[i] for i in here]), strict=True):
             values |= zip(self.members[i], own, strict=True)
         return [values[slot] for slot in self.slots]
 
@@ -172,10 +243,10 @@ class Form(HashedOnce):
 
     def _at_blocks(self, tree: PyTree) -> list[Any]:
         """Returns the leaf of a tree at the keys of each block, or `None`."""
-        found = {tuple(map(key_text, path)): leaf for path, leaf in jtu.tree_flatten_with_path(tree)[0]}
+        found = {_texts(path): leaf for path, leaf in jtu.tree_flatten_with_path(tree)[0]}
         if () in found:
             raise TypeError(f"expected {self.noun}, a dictionary, got {describe(tree)}")
-        known = [tuple(map(key_text, keys)) for keys in self.keys]
+        known = list(map(_texts, self.keys))
         for keys in [keys for keys in found if keys not in known]:
             close = nearest(keys[-1], [each[-1] for each in known])
             raise ValueError(f"expected {self.noun}, got one too many, {_quote(keys)}{close}")
@@ -193,7 +264,7 @@ class Form(HashedOnce):
     def summary(self) -> str:
         """The form in a few words."""
         if not self.is_bare:
-            return f"stacks: {first_few(['.'.join(map(key_text, keys)) for keys in self.keys]) or 'none'}"
+            return f"stacks: {first_few(['.'.join(_texts(keys)) for keys in self.keys]) or 'none'}"
         block = self.blocks[0]
         return f"{block.dtype}{f', padded to {block.size:,}' if block.size > block.starts[-1] else ''}"
 
@@ -203,20 +274,19 @@ class Form(HashedOnce):
         if self.is_bare:
             start, stop = self.blocks[block].starts[number : number + 2]
             return f"[{start}:{stop}]"
-        return " ".join([*map(key_text, self.keys[block]), str(number)])
+        return " ".join([*_texts(self.keys[block]), str(number)])
 
     # -- What is given for it
 
-    def leaves(self, tree: PyTree) -> list[Any]:
-        """Checks a form that a user passed and returns its leaves."""
+    def leaves(self, tree: PyTree, *, may_lack: bool = False) -> list[Any]:
+        """Checks a form that a user passed and returns its leaves; `None` for those that it may lack."""
         leaves, treedef = jtu.tree_flatten(tree)
-        if treedef == self.treedef and self._are_right(leaves):
+        if same_treedef(treedef, self.treedef) and self._are_right(leaves):
             return leaves
-        leaves = [tree] if self.is_bare else self._at_blocks(tree)
+        leaves = self._at_blocks(tree) if may_lack or not self.is_bare else [tree]
         for i, leaf in enumerate(leaves):
-            if leaf is None:
-                raise ValueError(f"{self._in_words(i)}, but there is no such array")
-            self._check_leaf(i, leaf)
+            if not (may_lack and leaf is None):
+                self._check_leaf(i, leaf)
         return leaves
 
     def _in_words(self, i: int) -> str:
@@ -224,11 +294,13 @@ class Form(HashedOnce):
         expected = f"expected {self.noun} of shape {self.blocks[i].shape} and floating dtype"
         if self.is_bare:  # one of real numbers has two runs for a complex parameter, and no names
             return expected
-        where = f" in {_quote(tuple(map(key_text, self.keys[i])))}" if self.blocks[i].has_rows else ""
+        where = f" in {_quote(_texts(self.keys[i]))}" if self.blocks[i].has_rows else ""
         return f"{expected} for {quoted([self.paths[slot] for slot in self.members[i]])}{where}"
 
     def _check_leaf(self, i: int, leaf: Any) -> None:
         block, array = self.blocks[i], "vector" if self.is_bare else "array"
+        if leaf is None:
+            raise ValueError(f"{self._in_words(i)}, but there is no such array")
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(f"{self._in_words(i)}, got {describe(leaf)}")
         shape, rank = tuple(leaf.shape), len(block.shape)
@@ -251,6 +323,10 @@ def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
     return block if dtype == block.dtype else dataclasses.replace(block, dtype=dtype)
 
 
+def _texts(keys: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(map(unquote, key_entries(keys)))
+
+
 def _quote(keys: Sequence[Any]) -> str:
     return " of group ".join(map(repr, reversed(keys)))
 
@@ -264,13 +340,7 @@ _AT_ONCE = 64
 _LARGE = 2**20  # bytes
 
 
-def _join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> list[Any]:
-    """Joins each block from one array for each of its slots."""
-    is_some_at_a_time = any(map(_is_some_at_a_time, blocks, arrays))
-    return list(map(_join_rows, blocks, arrays)) if is_some_at_a_time else _join_all(tuple(blocks), arrays)
-
-
-def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]]:
+def _cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]]:
     """Cuts each block into its arrays, each in its dtype; a single array that has its dtype already is not copied."""
     is_some_at_a_time = any(_is_some_at_a_time(block, [leaf]) for block, leaf in zip(blocks, leaves, strict=True))
     if is_some_at_a_time or all(block.length is None for block in blocks):
@@ -324,20 +394,7 @@ def _some_rows(block: Block, count: int) -> Block:
     return dataclasses.replace(block, shapes=block.shapes[:count], dtypes=block.dtypes[:count], length=count)
 
 
-# -- Makers of forms: each returns, for a layout, where its slots are stored in a tree of arrays -----------------------
-
-_LONGEST = 2**31 - 1  # offsets in compiled programs are 32 bits wide
-
-
-def tree_of(layout: Layout) -> Form:
-    """Returns the canonical tree of a layout: each slot separately, at its path."""
-    forms = index_of(layout).forms
-    if "tree" not in forms:
-        blocks = tuple([Block.single(slot.shape, slot.dtype) for slot in layout.slots])
-        members = tuple([(slot,) for slot in range(len(blocks))])
-        treedef = _without_static_arrays(index_of(layout).canonical_treedef)
-        forms["tree"] = Form(treedef, blocks, members, layout.paths, "a canonical tree")
-    return forms["tree"]
+# -- What the makers check, and read -----------------------------------------------------------------------------------
 
 
 class _Shape(jax.ShapeDtypeStruct):
@@ -376,79 +433,10 @@ def _without_static_arrays(treedef: TreeDef) -> TreeDef:
     return jtu.tree_structure(tree)
 
 
-def vector_of(layout: Layout, dtype: DTypeLike | None = None, pad_to: SupportsIndex = 1) -> Form:
-    """Returns one vector of the slots of a layout."""
-    dtype = layout.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
-    pad_to = pad_to if type(pad_to) is int and pad_to > 0 else count_of("pad_to", pad_to, "elements")
-    forms = index_of(layout).forms
-    if (dtype, pad_to) not in forms:
-        length = -(-layout.size // pad_to) * pad_to
-        _check_vector(layout.slots, dtype, length)
-        every, make = list(range(len(layout.slots))), functools.partial(Block.vector, dtype=dtype, length=length)
-        forms[dtype, pad_to] = Form.of(every, layout.slots, layout.paths, "a vector", make)
-    return forms[dtype, pad_to]
-
-
-def vectors_of(layout: Layout) -> Form:
-    """Returns one vector for each dtype among the slots of a layout; a bare vector if there is only one dtype."""
-    dtypes: dict[str, list[int]] = {}
-    for i, slot in enumerate(layout.slots):
-        dtypes.setdefault(str(slot.dtype), []).append(i)
-    if len(dtypes) < 2:
-        return vector_of(layout)
-    forms = index_of(layout).forms
-    if "vectors" not in forms:
-        make = lambda slots: Block.vector(slots, slots[0].dtype)
-        form = Form.of(dtypes, layout.slots, layout.paths, "vectors, one for each dtype", make)
-        for slots, block in zip(form.members, form.blocks, strict=True):
-            _check_vector([layout.slots[i] for i in slots], block.dtype, block.size)
-        forms["vectors"] = form
-    return forms["vectors"]
-
-
-def reals_of(layout: Layout) -> Form:
-    """Returns one real vector; a complex slot contributes all its real parts, then all imaginary parts."""
-    forms = index_of(layout).forms
-    if not index_of(layout).complex_slots:
-        return vector_of(layout)
-    if "reals" not in forms:
-        reals = [
-            jax.ShapeDtypeStruct(slot.shape, jnp.finfo(slot.dtype).dtype)
-            for slot in layout.slots
-            for _ in range(2 if is_complex(slot.dtype) else 1)
-        ]
-        dtype = common_dtype(real.dtype for real in reals if real.size)
-        make = functools.partial(Block.vector, dtype=dtype)
-        forms["reals"] = Form.of(list(range(len(reals))), reals, layout.paths, "a vector", make)
-    return forms["reals"]
-
-
-def stacks_of(layout: Layout, groups: Mapping[str, Where] | None = None) -> Form:
-    """Returns stacks of the slots of a layout: one array for each shape and dtype, with a row for each slot."""
-    if groups is not None:
-        return stacks_in_groups(layout, _grouped(layout, groups))
-    forms = index_of(layout).forms
-    if "stacks" not in forms:
-        forms["stacks"] = stacks_in_groups(layout, {None: range(len(layout.slots))})
-    return forms["stacks"]
-
-
-def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]], *, is_apart: bool = False) -> Form:
-    """Returns stacks for groups of slots; the only group `None` means no groups. Apart, each has a single row."""
-    tree: dict[Any, Any] = {name: {} for name in groups}
-    for name, numbers in groups.items():
-        for slot in numbers:
-            key = layout.slots[slot].key
-            tree[name].setdefault(f"{key} {slot}" if is_apart else key, []).append(slot)
-    return Form.of(tree.get(None, tree), layout.slots, layout.paths, "the stacks of tp.stack")
-
-
 def _check_vector(slots: Sequence[Slot], dtype: np.dtype, length: int) -> None:
     if length > _LONGEST:
-        raise ValueError(
-            f"a vector of {length:,} elements is longer than the {_LONGEST:,} that compiled programs can address; use "
-            "stacks, tp.stack(model), one array for each shape"
-        )
+        what = f"a vector of {length:,} elements is longer than the {_LONGEST:,} that compiled programs can address"
+        raise ValueError(f"{what}; use stacks, tp.stack(model), one array for each shape")
     if not is_inexact(dtype):
         raise TypeError(f"the dtype of the vector must be floating or complex, got {dtype}")
     complex_slots = [slot for slot in slots if is_complex(slot.dtype)]
@@ -472,7 +460,6 @@ def _grouped(layout: Layout, groups: object) -> dict[str, list[int]]:
     lost = [slot for slot, leaf in enumerate(index.positions) if leaf not in entries]
     if lost:
         paths = [layout.slots[i].path for i in lost]
-        raise ValueError(
-            f"trained, but in no group: {quoted(paths)}; add a group for the rest, groups={{..., 'rest': '**'}}"
-        )
+        remedy = "add a group for the rest, groups={..., 'rest': '**'}"
+        raise ValueError(f"trained, but in no group: {quoted(paths)}; {remedy}")
     return found

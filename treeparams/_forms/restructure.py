@@ -17,16 +17,15 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
 from .._slots.index import Index
-from .._slots.layout import Layout, slot_at
-from .._slots.match import read_slots, slot_gradients
+from .._slots.layout import Layout
 from .._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
 from .._slots.ties import Alias
-from .._slots.where import Where, name_of, nodes_in, subtreedefs
+from .._slots.where import Where, name_of, nodes_in
 from .._tree.static_keys import static_key
 from .._tree.structure import is_array
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree, TreeDef, is_key
-from .block import cast, cut_columns, stacked
+from .block import Block, cast, cut_columns
 from .form import Form
 from .mesh import broadcast_as, is_sharded, split
 from .view import View
@@ -74,11 +73,9 @@ class _Unbuilt:
             first, *keys = [static_key(self.singles[number], strict=True) for _, number, _ in column]
             for leaf, key in zip(leaves[1:], keys, strict=True):
                 if key != first:
-                    raise ValueError(
-                        f"{structure.paths[leaves[0]]!r} and {structure.paths[leaf]!r}, which are not arrays, differ; "
-                        "turn such numbers into arrays"
-                    )
-        return subtreedefs(structure)[spans[0].number], len(spans), columns
+                    what = f"{structure.paths[leaves[0]]!r} and {structure.paths[leaf]!r}, which are not arrays, differ"
+                    raise ValueError(f"{what}; turn such numbers into arrays")
+        return structure.subtreedefs[spans[0].number], len(spans), columns
 
     def _place(self, leaf: int) -> _Origin:
         # The numbers of a model's leaves in one list: slots, then what is no slot, then what is computed from slots.
@@ -98,13 +95,11 @@ class _Unbuilt:
         for block, number, _ in places:
             if block is not None:
                 wanted.setdefault(block, set()).add(number)
-        pieces = {block: self.blocks[block].some(self.leaves[block], numbers) for block, numbers in wanted.items()}
-        return [
-            self.singles[place[1]] if place[0] is None else self._value(place, pieces[place[0]][place[1]])
-            for place in places
-        ]
+        pieces: dict[int | None, Any] = {i: self.blocks[i].some(self.leaves[i], its) for i, its in wanted.items()}
+        pieces[None] = self.singles
+        return [self._value(place, pieces[place[0]][place[1]]) for place in places]
 
-    def _value(self, place: _Origin, array: jax.Array) -> Any:
+    def _value(self, place: _Origin, array: Any) -> Any:
         """Returns the value at a place in a joined array, from the array (or several, stacked) that was cut out."""
         block, number, alias = place
         dtypes = () if block is None else self.blocks[block].dtypes
@@ -130,8 +125,10 @@ class _Unbuilt:
             spans = [([block.starts[number] for number in numbers], block.shapes[numbers[0]]) for numbers in its]
             for array, users in zip(cut_columns(self.leaves[i], block.rank, spans), its.values(), strict=True):
                 found |= {column: self._value(column[0], array) for column in users}
-        values = iter(self._one_by_one([place for column in apart for place in column]))
-        return found | {column: stacked([jnp.asarray(next(values)) for _ in column]) for column in apart}
+        for column in apart:
+            arrays = list(map(jnp.asarray, self._one_by_one(column)))
+            found[column] = Block.rows(arrays).join(arrays)
+        return found
 
 
 # -- Frozen arrays ----------------------------------------------------------------------------------------------------
@@ -182,12 +179,7 @@ class Restructure(Generic[M]):
     """
 
     def __init__(
-        self,
-        rest: Rest[M],
-        form: Form,
-        held: Form = _NOTHING,
-        stacks: Sequence[Any] = (),
-        gather: Callable[[Any], Any] | None = None,
+        self, rest: Rest[M], form: Form, held: Form = _NOTHING, stacks: Sequence[Any] = (), gather: Any = None
     ) -> None:
         """Used by this library; write `tp.ravel(model)` or `tp.stack(model)`."""
         self._rest = rest  # without the frozen arrays that are in stacks
@@ -240,7 +232,7 @@ class Restructure(Generic[M]):
             ValueError: a slot is missing or has another shape; there is an entry where the model has no leaf.
             TypeError: an entry is not an array, or is complex although the slot is real.
         """
-        return self._form.join(read_slots(index_in(self._rest), model, exact_shapes=True))
+        return self._form.join(index_in(self._rest).read(model, exact_shapes=True))
 
     def ravel_gradient(self, grads: PyTree) -> Any:
         """Collects a gradient into the vector or the stacks; the transpose of calling.
@@ -264,7 +256,7 @@ class Restructure(Generic[M]):
             ValueError: an entry has another shape than its leaf; there is an entry where the model has no leaf.
             TypeError: an entry is not an array.
         """
-        return self._form.join(slot_gradients(index_in(self._rest), grads, "zeros", self._form.dtype))
+        return self._form.join(index_in(self._rest).gradients(grads, "zeros", self._form.dtype))
 
     def view(self, form: Resting) -> View:
         """Returns a view with names over a vector or stacks: parameters, a gradient, an optimiser's moments, a tangent.
@@ -304,7 +296,7 @@ class Restructure(Generic[M]):
             KeyError: there is no such slot; see `layout[path]`.
             ValueError: the form is a vector; use `layout.slice(path)`.
         """
-        slot = slot_at(self.layout, path)
+        slot = index_in(self._rest).slot_at(path)
         if self._form.is_bare:
             raise ValueError(f"{path!r} is in a vector, at layout.slice({path!r}); only stacks (tp.stack) have rows")
         block, row = self._form.locations[slot]
@@ -490,11 +482,8 @@ def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], 
     """Returns a `Restructure`'s index, its leaves that are not arrays, and the place of each slot in words."""
     rest, form, _, _ = halves_of(restructure)
     index, singles = index_in(rest), others(rest)
-    leaves = {
-        i: singles[index.gathers.order[i] - len(index.positions)]
-        for i in range(len(index.trained))
-        if not index.structure.is_array(i)
-    }
+    values = [i for i in range(len(index.trained)) if not index.structure.is_array(i)]
+    leaves = {i: singles[index.gathers.order[i] - len(index.positions)] for i in values}
     return index, leaves, {path: form.place_in_words(slot) for slot, path in enumerate(form.paths)}
 
 

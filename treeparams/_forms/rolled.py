@@ -20,9 +20,9 @@ import jax.extend.core as jex
 import jax.tree_util as jtu
 import numpy as np
 
-from .._programs import Kind, Walk, bind, derivative, is_floating, kind_of, operation_name, programs
+from .._programs import Kind, Walk, bind, derivative, is_floating, operation_name, programs
 from .._tree.static_keys import static_key
-from .block import cut, cut_columns
+from .block import Block, cut_columns
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -361,7 +361,7 @@ class _Kinds:
             # The rules are closures, made anew at each call. What they do is the program of the derivative. That may
             # hold the function itself, as that of `jax.nn.relu` does, so they are followed to the second derivative.
             params = {name: value for name, value in params.items() if isinstance(value, (bool, int, str))}
-            name = operation_name(equation) if Kind.RULE in kind_of(equation) else repr(equation.params.get("_prim"))
+            name = operation_name(equation) if Kind.RULE in Kind.of(equation) else repr(equation.params.get("_prim"))
             rule = name, self._rule(equation, orders - 1) if orders else None
         plain = {name: params[name] for name in sorted(params) if not _holds_a_program(params[name])}
         return equation.primitive, *types, within, rule, static_key(plain, strict=True)
@@ -466,7 +466,7 @@ class _Evaluation:
         self._values |= {_result(last, place): value for place, value in zip(loop.first, carry, strict=True)}
         for place, values in zip(kept, stacked, strict=True):
             its = {i: var for i, part in enumerate(loop.parts) if (var := _result(part, place)) in self._needed}
-            rows = cut(values, (values.shape[1:],) * len(values), values.ndim - 1)
+            rows = Block.rows([_result(part, place).aval for part in loop.parts]).pieces(values)
             self._values |= {var: rows[i] for i, var in its.items()}
 
 

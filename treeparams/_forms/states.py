@@ -1,16 +1,16 @@
 """The state of a rule: copies of the form that it was shown, and arrays that all parameters share.
 
-Which parameters each array of a state belongs to, Optax does not record. `divide` asks `init`, for shapes only, which
-state it makes where each leaf is below a node that says its number, and has one more element, or row, if it joins
+Which parameters each array of a state belongs to, Optax does not record. `Division.of` asks `init`, for shapes only,
+which state it makes where each leaf is below a node that says its number, and has one more element, or row, if it joins
 parameters. A rule keeps a tree like the parameters, so the node is in the path of each array that belongs to the leaf,
 and a joined one is longer along an axis. All other arrays are shared, as a step count is, and must be there for the
 first leaf alone, and for the last, in the same shape. If they are not, the rule may list its leaves by number. Then the
 question is asked again, with a size for each leaf that no other has. If that fails, too, the answer is a `Division`
 with a problem, and never a guess.
 
-Every change to a state between steps follows from these owners. `regroup` cuts the arrays of some states into pieces,
-one for each parameter, and joins them into another state. So parameters freeze and thaw, step without the others, wait,
-move to another model by name, and are placed on devices.
+Every change to a state between steps follows from these owners. `Copies.regrouped` cuts the arrays of some states into
+pieces, one for each parameter, and joins them into another state. So parameters freeze and thaw, step without the
+others, wait, move to another model by name, and are placed on devices.
 
 A piece is identified by two things: the path of its parameter, and its place, which is the entries before and after the
 parameter's own in the path of the array, such as `0.mu` for Adam's first moment. So it does not matter which form
@@ -77,6 +77,18 @@ class Division(HashedOnce):
     owners: tuple[Owners | None, ...]
     problem: str = ""  # why that could not be told
 
+    @classmethod
+    def of(cls, init: Init, form: Form, state: PyTree) -> "Division":
+        """Finds the owners of each array in the state of a form."""
+        problem = ""
+        for has_sizes in (False, True):
+            try:
+                return cls(_asked(init, form, state, has_sizes))
+            except Exception as error:  # a rule may want the first leaf, or the names that it has masks for
+                why = "" if isinstance(error, _UndividedError) else f" (init: {type(error).__name__})"
+                problem = problem or _UNDIVIDED + why
+        return cls((), problem)
+
     @functools.cached_property
     def names(self) -> frozenset[str]:
         """All entries of paths, without those of parameters."""
@@ -103,23 +115,8 @@ class _Number(NamedTuple):
     of: int
 
 
-jtu.register_pytree_with_keys(
-    Marked,
-    lambda node: ([(_Number(node.number), node.leaf)], node.number),
-    lambda number, leaves: Marked(number, *leaves),
-)
-
-
-def divide(init: Init, form: Form, state: PyTree) -> Division:
-    """Finds the owners of each array in the state of a form."""
-    problem = ""
-    for has_sizes in (False, True):
-        try:
-            return Division(_asked(init, form, state, has_sizes))
-        except Exception as error:  # a rule may want the first leaf, or the names that it has masks for
-            why = "" if isinstance(error, _UndividedError) else f" (init: {type(error).__name__})"
-            problem = problem or _UNDIVIDED + why
-    return Division((), problem)
+_keyed = lambda node: ([(_Number(node.number), node.leaf)], node.number)
+jtu.register_pytree_with_keys(Marked, _keyed, lambda number, leaves: Marked(number, *leaves))
 
 
 class _UndividedError(ValueError):
@@ -229,9 +226,8 @@ class Piece(NamedTuple):
         if self.owners is None or self.owners.axis is None:
             return self.array
         if not self.owners.block.has_rows and self.array.ndim > 1:
-            raise ValueError(
-                f"{_UNDIVIDED}; an array of the state has {self.array.ndim} axes, one of them the vector's"
-            )
+            axes = f"an array of the state has {self.array.ndim} axes, one of them the vector's"
+            raise ValueError(f"{_UNDIVIDED}; {axes}")
         start, stop = self.owners.block.starts[self.number : self.number + 2]
         return _span_of(self.array, start, stop, self.owners.axis).reshape(self.shape)
 
@@ -253,7 +249,7 @@ class Copies:
     @classmethod
     def of(cls, init: Init, form: Form, state: PyTree) -> "Copies":
         """Returns the state that `init` makes of a form."""
-        return cls(entries_of(state), divide(init, form, state))
+        return cls(entries_of(state), Division.of(init, form, state))
 
     def check(self) -> None:
         """Raises a `ValueError` if the owners of the state could not be found."""
@@ -270,12 +266,8 @@ class Copies:
     @functools.cached_property
     def at(self) -> dict[tuple[Place, str], tuple[Entries, Owners, int]]:
         """Where each parameter has its piece at a place: the array, and the parameter's number among its owners."""
-        return {
-            (owners.place, path): (entries, owners, number)
-            for entries, owners in self.owned()
-            if owners is not None
-            for number, path in enumerate(owners.paths)
-        }
+        owned = [(entries, its) for entries, its in self.owned() if its is not None]
+        return {(its.place, path): (entries, its, n) for entries, its in owned for n, path in enumerate(its.paths)}
 
     def piece(self, place: Place, path: str) -> Piece:
         """Returns the piece of a parameter at a place; raises a `KeyError` if there is none."""
@@ -293,36 +285,33 @@ class Copies:
             raise KeyError(entries)
         return self.arrays[entries]
 
+    def regrouped(self, sources: Sequence["Copies"]) -> list[Any]:
+        """Returns the arrays of a state like this fresh one; each is from the first source that has it."""
+        pieces = {at: each.piece(*at) for each in reversed(sources) for at in each.at}
+        shared = {entries: each.arrays[entries] for each in reversed(sources) for entries in each.common}
+        return self.joined(lambda place, path: pieces[place, path], shared.__getitem__)
+
+    def joined(self, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:
+        """Returns the arrays of a state like this fresh one, from the piece of each parameter and shared arrays."""
+        made = []
+        for entries, owners in self.owned():
+            try:
+                if owners is None:
+                    made.append(shared(entries))
+                else:
+                    its = [piece(owners.place, path) for path in owners.paths]
+                    made.append(_join_pieces(owners, its, self.arrays[entries].shape))
+            except KeyError:
+                what = f"the state has nothing at {join_path(entries)!r}, which a fresh state has"
+                why = "it was made by another transformation, or a parameter is now in another group"
+                raise ValueError(f"{what}: {why}") from None
+        return made
+
 
 def entries_of(state: PyTree) -> dict[Entries, Any]:
     """Returns the arrays of a state by the entries of their paths."""
     leaves = jtu.tree_flatten_with_path(state)[0]
     return {key_entries(path): leaf for path, leaf in leaves}
-
-
-def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
-    """Returns the arrays of a state like a fresh one; each piece and shared array is from the first source with it."""
-    pieces = {at: each.piece(*at) for each in reversed(sources) for at in each.at}
-    shared = {entries: each.arrays[entries] for each in reversed(sources) for entries in each.common}
-    return joined(like, lambda place, path: pieces[place, path], shared.__getitem__)
-
-
-def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:
-    """Returns the arrays of a state like a fresh one, from each parameter's piece at a place and from shared arrays."""
-    made = []
-    for entries, owners in like.owned():
-        try:
-            if owners is None:
-                made.append(shared(entries))
-            else:
-                its = [piece(owners.place, path) for path in owners.paths]
-                made.append(_join_pieces(owners, its, like.arrays[entries].shape))
-        except KeyError:
-            raise ValueError(
-                f"the state has nothing at {join_path(entries)!r}, which a fresh state has: it was made by another "
-                "transformation, or a parameter is now in another group"
-            ) from None
-    return made
 
 
 def _join_pieces(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...]) -> Any:

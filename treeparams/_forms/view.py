@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._slots.index import Slot
-from .._slots.layout import Layout, index_of, slot_at, slots_in
+from .._slots.layout import Layout, index_of
 from .._slots.where import Where, select
 from .._tree.text import first_few
 from .._tree.types import is_complex
@@ -59,11 +59,8 @@ class View(Mapping[str, Any]):
         self._inside = frozenset(self._chosen)
         # Inside of a trace all pieces are cut at once: the transpose of many slices, each by itself, is as many padded
         # additions. XLA drops the pieces that nobody reads. Outside of one, only what is read is cut.
-        self._pieces = {
-            number: block.pieces(leaf)
-            for number, (block, leaf) in enumerate(zip(form.blocks, leaves, strict=True))
-            if isinstance(leaf, Tracer)
-        }
+        pairs = enumerate(zip(form.blocks, leaves, strict=True))
+        self._pieces = {b: block.pieces(leaf) for b, (block, leaf) in pairs if isinstance(leaf, Tracer)}
 
     @property
     def form(self) -> Any:
@@ -111,7 +108,7 @@ class View(Mapping[str, Any]):
         if self._is_path(where):
             return (self._slot(where),)
         try:
-            found = [i for i in slots_in(self._layout, where) if i in self._inside]
+            found = [i for i in index_of(self._layout).slots_in(where) if i in self._inside]
         except ValueError as error:
             raise KeyError(str(error)) from None
         if not found:
@@ -138,7 +135,7 @@ class View(Mapping[str, Any]):
         return isinstance(where, str) and where in index_of(self._layout).structure.index
 
     def _slot(self, path: str) -> int:
-        slot = slot_at(self._layout, path)
+        slot = index_of(self._layout).slot_at(path)
         if slot not in self._inside:
             raise KeyError(f"{path!r} is not in this part of the view, which has {list(self)}")
         return slot
@@ -228,10 +225,8 @@ def _values_for(slots: Sequence[Slot], dtypes: Sequence[Any], value: Values) -> 
         whole = jnp.asarray(value)
         size = sum(slot.size for slot in slots)
         if whole.ndim and whole.shape != (size,):
-            raise ValueError(
-                f"expected a number, a mapping from paths to arrays, or a vector of the {size} elements selected, got "
-                f"shape {whole.shape}"
-            )
+            what = f"expected a number, a mapping from paths to arrays, or a vector of the {size} elements selected"
+            raise ValueError(f"{what}, got shape {whole.shape}")
         ends = np.cumsum([slot.size for slot in slots])[:-1]
         values = jnp.split(replicated(whole), ends) if whole.ndim else [whole] * len(slots)
     for slot, dtype, new in zip(slots, dtypes, values, strict=True):

@@ -22,12 +22,12 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._tree.structure import Node, Spec, Structure, same_treedef
+from .._tree.structure import Spec, Structure, same_treedef
 from .._tree.text import first_few, warn
 from .index import Index
-from .where import subtreedefs
 
 _Pair = tuple[int, int]
+_Place = tuple[tuple[Hashable, ...], set[int]]
 
 changes = 0
 """How often a tie was met, or made, that was not known; ties that were checked before may have come apart since."""
@@ -57,9 +57,7 @@ def _unknown(word: str, structure: Structure, pairs: Iterable[_Pair]) -> list[_P
     return [pair for pair in pairs if not any(leaves <= _facts.get(key, {}).keys() for key, leaves in places(pair))]
 
 
-def _places(
-    word: str, structure: Structure, pair: _Pair, anywhere: str, at_root: str
-) -> Iterator[tuple[tuple[Hashable, ...], set[int]]]:
+def _places(word: str, structure: Structure, pair: _Pair, anywhere: str, at_root: str) -> Iterator[_Place]:
     """Yields the key of each node that holds a pair, and the leaves as numbered within that node.
 
     A warning is noted of `the whole` of the model that it names, and of each `part`. So a model is known if it is a
@@ -69,7 +67,7 @@ def _places(
         node, key = structure.nodes[number], (word, structure.kinds[number])
         leaves = {i - node.start for i in pair}
         if word in _OF_ONE_MODEL:
-            key = *key, hash(_shapes(structure, node))
+            key = *key, hash(_shapes(structure, number))
             if not number:
                 yield (*key, at_root), leaves
             key = *key, anywhere
@@ -116,32 +114,30 @@ def meet(structure: Structure, leaves: Sequence[Any], *, is_call: bool = False) 
     note_ties(structure, pairs, above=depth)
 
 
-def note_ties(structure: Structure, pairs: Iterable[_Pair], *, word: str = "one", above: int | None = None) -> None:
+def note_ties(
+    structure: Structure, pairs: Sequence[_Pair], *, word: str = "one", above: int | None = None, is_said: bool = False
+) -> None:
     """Remembers pairs of parameters that are one array, or that a layout was given, at each node that holds both.
 
-    With `above`, only at nodes whose paths have at least so many entries, and of kinds not met without ties.
+    With `above`, only at nodes whose paths have at least so many entries, and of kinds not met without ties. With
+    `is_said`, since you tie them, even if such a model was met without the tie, or you had untied them.
     """
+    for pair in pairs if is_said else ():
+        for key, leaves in _places("untied", structure, pair, "", ""):
+            if not leaves.isdisjoint(_facts.get(key, ())):
+                _set_facts(key, [leaf for leaf in _facts[key] if leaf not in leaves], is_change=True)
+    _note("said", structure, pairs if is_said else ())
     inside = collections.defaultdict[int, set[_Pair]](set)
     for pair in pairs if not structure.is_traced else ():
         for number in _holding(structure, pair):
             start = structure.nodes[number].start
             inside[number].add((pair[0] - start, pair[1] - start))
     for number, its in inside.items():
-        node, key = structure.nodes[number], (word, structure.kind_of(number))
-        known, fact = _facts.get(key), (_shapes(structure, node), frozenset(its))
-        is_new_kind = above is None or (len(node.entries) >= above and known != {})
+        key = word, structure.kind_of(number)
+        known, fact = _facts.get(key), (_shapes(structure, number), frozenset(its))
+        is_new_kind = above is None or (len(structure.nodes[number].entries) >= above and known != {})
         if is_new_kind and fact not in (known or {}):
             _set_facts(key, [*list(known or {})[-_SHAPES:], fact], is_change=True)
-
-
-def note_tied(structure: Structure, pairs: Sequence[_Pair]) -> None:
-    """Remembers that you tie these leaves, even if such a model was met without the tie, or you had untied them."""
-    for pair in pairs:
-        for key, leaves in _places("untied", structure, pair, "", ""):
-            if not leaves.isdisjoint(_facts.get(key, ())):
-                _set_facts(key, [leaf for leaf in _facts[key] if leaf not in leaves], is_change=True)
-    _note("said", structure, pairs)
-    note_ties(structure, pairs)
 
 
 def note_untied(structure: Structure, leaves: Iterable[int]) -> None:
@@ -161,7 +157,8 @@ def _met(word: str, structure: Structure) -> list[_Pair]:
     return list(found)
 
 
-def _shapes(structure: Structure, node: Node) -> tuple[tuple[int, ...] | None, ...]:
+def _shapes(structure: Structure, number: int) -> tuple[tuple[int, ...] | None, ...]:
+    node = structure.nodes[number]
     return tuple([spec and spec.shape for spec in structure.specs[node.start : node.stop]])
 
 
@@ -225,17 +222,17 @@ def _is_one_node_repeated(structure: Structure) -> bool:
     numbers = [number for number, node in enumerate(structure.nodes) if len(node.entries) == 1]
     if len(numbers) < 2 or structure.nodes[0].cls not in (list, tuple, dict):
         return False
-    (first, *others), treedefs = [structure.nodes[number] for number in numbers], subtreedefs(structure)
-    arrays = _arrays_below(structure, first)
+    first, treedefs = structure.nodes[numbers[0]], structure.subtreedefs
     # As long as the whole: there is nothing beside them. An inverse, say, holds the same arrays and is another node.
-    return (first.stop - first.start) * len(numbers) == len(structure.specs) and all(
-        _arrays_below(structure, other) == arrays and same_treedef(treedefs[number], treedefs[numbers[0]])
-        for number, other in zip(numbers[1:], others, strict=True)
-    )
+    is_all = (first.stop - first.start) * len(numbers) == len(structure.specs)
+    arrays = [_arrays_below(structure, number) for number in numbers] if is_all else []
+    are_same = all(same_treedef(treedefs[number], treedefs[numbers[0]]) for number in numbers)
+    return is_all and are_same and arrays.count(arrays[0]) == len(arrays)
 
 
-def _arrays_below(structure: Structure, node: Node) -> list[tuple[tuple[str, ...], int]]:
+def _arrays_below(structure: Structure, number: int) -> list[tuple[tuple[str, ...], int]]:
     """Returns the parameters of a node: their paths in it, and their arrays."""
+    node = structure.nodes[number]
     its = [i for i in range(node.start, node.stop) if structure.is_parameter(i)]
     return [(structure.entries[i][len(node.entries) :], structure.first[i]) for i in its]
 
@@ -249,7 +246,7 @@ def _is_accident(structure: Structure, pair: _Pair, is_constant: Callable[[int],
     if not is_constant(pair[0]):
         return False
     shared = _holding(structure, pair)
-    above = [[structure.nodes[n] for n in _holding(structure, (i, i)) if n not in shared] for i in pair]
+    above = [[n for n in _holding(structure, (i, i)) if n not in shared] for i in pair]
     for one, other in ((one, other) for one in above[0] for other in above[1]):
         arrays = _arrays_below(structure, one)
         if arrays == _arrays_below(structure, other) and not all(is_constant(i) for _, i in arrays):
@@ -315,7 +312,8 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
         # Zeros are equal without having been one: such arrays tell nothing yet.
         if one is None or other is None or not one.size or _is_one_number(one):
             continue
-        if _are_equal_bits(one, other):
+        are_alike = (one.dtype, one.size) == (other.dtype, other.size)
+        if are_alike and np.array_equal(one.view(np.uint8), other.view(np.uint8)):
             lost.append(pair)
         else:
             _note("parted", structure, [pair])
@@ -357,11 +355,6 @@ def _is_one_number(values: np.ndarray | None) -> bool:
     """Returns whether all elements of an array are equal; `False` if there are none, or they cannot be read."""
     few = values[:1024] if values is not None else ()  # nearly always the first few elements tell
     return len(few) > 0 and all(bool((part == few[0]).all()) for part in (few, values))
-
-
-def _are_equal_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    are_alike = (one.dtype, one.size) == (other.dtype, other.size)
-    return are_alike and np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 def _values_read(array: Any) -> np.ndarray | None:

@@ -5,16 +5,20 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.typing import DTypeLike
 
-from .._tree.paths import join_path, split_path
-from .._tree.structure import Avals, Structure, getter
+from .._tree.paths import join_path, nearest, split_path, unquote
+from .._tree.structure import Avals, Structure, flatten, getter, same_treedef, structure_of
 from .._tree.text import AS_ARRAY, Printed, Table, describe, first_few, in_bytes, quoted, warn
-from .._tree.types import PyTree, TreeDef, is_complex
+from .._tree.types import PyTree, TreeDef, common_dtype, is_complex, is_inexact, value_of, widened
 from .ties import Alias, followers
 from .where import Where, declared_frozen, name_of, select
 
@@ -33,6 +37,12 @@ class Slot(NamedTuple):
 
 
 Slot.__module__ = "treeparams"
+
+
+_Some = Collection[int] | None
+Tied = Literal["sum", "first"] | None
+_shape, _dtype, _weak_type = map(operator.attrgetter, ("shape", "dtype", "weak_type"))
+_float0 = jax.dtypes.float0  # of a gradient that is none, of an integer
 
 
 class _Gathers(NamedTuple):
@@ -82,11 +92,8 @@ class Index:
         """
         paths, in_words = self.structure.paths, functools.cache(str)  # of few dtypes, which NumPy names slowly
         # In tree order, since that is how slots follow one another in a vector and in stacks.
-        leaves = [
-            [path, list(spec.shape), in_words(spec.dtype), is_trained]
-            for path, spec, is_trained in zip(paths, self.structure.specs, self.trained, strict=True)
-            if spec is not None
-        ]
+        each = zip(paths, self.structure.specs, self.trained, strict=True)
+        leaves = [[path, list(spec.shape), in_words(spec.dtype), trained] for path, spec, trained in each if spec]
         # A transform goes by its name and what it binds, without its module, which may be `__main__` in one process.
         aliases = sorted([paths[tie.leaf], paths[tie.source], str(tie)] for tie in self.ties)
         # Whoever changes this text makes all checkpoints foreign.
@@ -97,10 +104,8 @@ class Index:
     def tied_to(self) -> dict[str, str]:
         """The aliases of each tied parameter, in words."""
         paths = self.structure.paths
-        return {
-            paths[source]: ", ".join(paths[each.leaf] + f" ({each})" * bool(each.transforms) for each in aliases)
-            for source, aliases in self.aliases.items()
-        }
+        shown = lambda alias: paths[alias.leaf] + f" ({alias})" * bool(alias.transforms)
+        return {paths[source]: ", ".join(map(shown, aliases)) for source, aliases in self.aliases.items()}
 
     # -- The slots
 
@@ -125,6 +130,33 @@ class Index:
             slots.append(Slot(paths[i], aliases, shape, dtype, offset, math.prod(shape), key, row))
             offset += slots[-1].size
         return tuple(slots)
+
+    def slot_at(self, path: str) -> int:
+        """Returns the number of the slot at a path."""
+        if not isinstance(path, str):
+            raise TypeError(f"expected a path, got {path!r}; layout.slots are the slots in order")
+        structure = self.structure
+        leaf = structure.index.get(path)
+        if leaf in self.by_leaf:
+            return self.by_leaf[leaf]
+        if leaf is None and any(path == node.path for node in structure.nodes):
+            raise KeyError(f"{path!r} is a node; layout.indices({path!r}) are the positions of the parameters below it")
+        if leaf is None:
+            known = [structure.paths[i] for i in self.by_leaf]
+            raise KeyError(f"{path!r} is not a path of the model{nearest(path, known)}")
+        if structure.is_parameter(leaf):
+            raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
+        raise KeyError(f"{structure.describe(leaf)} is not a parameter")
+
+    def slots_in(self, where: Where) -> tuple[int, ...]:
+        """Returns the numbers of the slots that `where` selects, in order."""
+        leaves = select(self.structure, where, self.follows)
+        found = {self.by_leaf[leaf] for leaf in leaves if leaf in self.by_leaf}
+        if not found:
+            path = self.structure.paths[min(leaves)]
+            selects = f"{where!r} selects only frozen parameters, such as {path!r}"
+            raise ValueError(f"{selects}; layout.thaw({path!r}) trains it")
+        return tuple(sorted(found))
 
     @functools.cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -193,11 +225,8 @@ class Index:
 
     def computed_from(self, slots: Sequence[Any]) -> list[Any]:
         """Returns the values of `computed` from one value per slot; `None` stays `None`."""
-        spec, positions = self.structure.spec, self.positions
-        return [
-            None if slots[slot] is None else alias.value_from(slots[slot], spec(positions[slot]))
-            for slot, alias in self.computed
-        ]
+        spec, pairs = self.structure.spec, [(slots[slot], alias) for slot, alias in self.computed]
+        return [None if value is None else alias.value_from(value, spec(alias.source)) for value, alias in pairs]
 
     @functools.cached_property
     def everywhere(self) -> Callable[[Any], tuple[Any, ...]]:
@@ -209,13 +238,7 @@ class Index:
     # -- Rules: `{where: value}`
 
     def first_entries(
-        self,
-        wheres: Sequence[Where],
-        among: Collection[int] | None = None,
-        *,
-        asked: Collection[int] | None = None,
-        kind: str = "parameter",
-        may_be_empty: bool = False,
+        self, wheres: Sequence[Where], among: _Some = None, *, asked: _Some = None, may_be_empty: bool = False
     ) -> dict[int, int]:
         """Returns, for each leaf that any entry selects, the number of the entry that gives its value.
 
@@ -227,13 +250,12 @@ class Index:
             among: the leaves that an entry may select; `None`: the parameters.
             asked: the leaves for which an entry must have an effect, if it selects any of them; `None`: the trained
                 ones. An entry that selects only others has no effect.
-            kind: of the leaves, in words.
             may_be_empty: whether an entry may select nothing, as in a tree of which only a part is shown.
         """
         asked = frozenset(self.positions if asked is None else asked)
         found: dict[int, int] = {}
         for number, where in enumerate(wheres):
-            selected = select(self.structure, where, self.follows, among=among, kind=kind, may_be_empty=may_be_empty)
+            selected = select(self.structure, where, self.follows, among=among, may_be_empty=may_be_empty)
             its = selected.difference(self.sources)
             if selected and not its:  # only aliases, for which their source decides
                 alias, source = (repr(self.structure.paths[i]) for i in (min(selected), self.sources[min(selected)]))
@@ -247,17 +269,145 @@ class Index:
             found |= dict.fromkeys(left, number)
         return found
 
+    # -- Other trees - gradients, averages, partial trees, other types - matched by path
+
+    def per_slot(self, tree: PyTree, tied: Tied, *, exact_shapes: bool = False) -> list[Any]:
+        """Looks up the entry of another tree for each slot; `None` if the tree has none."""
+        if tied not in ("sum", "first", None):
+            raise ValueError(f'tied must be "sum" (gradients), "first" (values) or None, got {tied!r}')
+        leaves, treedef = flatten(tree)
+        # Three ways, the quickest first: a canonical tree, a tree of the model's structure, any other, by path.
+        if same_treedef(treedef, self.canonical_treedef):
+            try:  # in a few calls that run in C
+                if exact_shapes and list(map(_shape, leaves)) == self.shapes and _float0 not in map(_dtype, leaves):
+                    return leaves
+            except AttributeError:  # not all are arrays
+                pass
+            pairs = zip(self.positions, leaves, strict=True)
+        elif same_treedef(treedef, self.structure.treedef):
+            pairs = enumerate(leaves)
+        else:
+            pairs = self._entries_by_path(tree)
+        pairs = [pair for pair in pairs if pair[0] in self.by_leaf]  # entries at frozen leaves are ignored
+        found = {leaf: value for leaf, value in pairs if getattr(value, "dtype", None) != _float0}
+        if exact_shapes:
+            for leaf, value in found.items():
+                self._check_shape(leaf, value)
+        if not self.aliases:
+            return [found.get(position) for position in self.positions]
+        return [self._one(found, position, tied) for position in self.positions]
+
+    def read(self, tree: PyTree, *, exact_shapes: bool = False) -> list[Any]:
+        """Returns the values of the slots in a tree that must have all of them, such as a model of another type."""
+        values = list(map(value_of, self.per_slot(tree, "first", exact_shapes=exact_shapes)))
+        pairs = list(zip(self.slots, values, strict=True))
+        missing = [slot.path for slot, value in pairs if value is None]
+        if missing:
+            expected = f"expected an array for each of the {len(values)} trained parameters"
+            raise ValueError(f"{expected}, found none for {quoted(missing)}")
+        for slot, value in pairs if exact_shapes else ():
+            if jnp.iscomplexobj(value) and not is_complex(slot.dtype):
+                raise TypeError(f"expected a real {slot.dtype} at {slot.path!r}, got {describe(value)}")
+        return values
+
+    def gradients(
+        self, grads: PyTree, missing: str | None, dtype: DTypeLike | None = None, wide: bool = False, tied: Tied = "sum"
+    ) -> list[Any]:
+        """Returns the projected gradient of each slot, real if the slot is.
+
+        With `tied="first"` it returns a tangent, a value, which must be real if the slot is. Each has the dtype of its
+        slot, or the given one. With `wide`, for a step, a gradient in another dtype keeps at least single precision,
+        and integers are an error.
+        """
+        found = self.per_slot(grads, tied, exact_shapes=True)
+        try:  # the usual case: arrays of JAX, all as they should be
+            if dtype is None and list(map(_dtype, found)) == self.dtypes and not any(map(_weak_type, found)):
+                return found
+        except AttributeError:
+            pass
+        for i, (value, own) in enumerate(zip(found, self.dtypes, strict=True)):
+            to = own if dtype is None else dtype
+            if value is None:
+                found[i] = jnp.zeros(self.shapes[i], to) if missing else None
+            elif not (isinstance(value, jax.Array) and value.dtype == own == to and not value.weak_type):
+                array, path = jnp.asarray(value), self.slots[i].path
+                if wide and not is_inexact(array.dtype):
+                    cast = "if it is a gradient, write gradient.astype(float)"
+                    raise TypeError(f"expected a floating gradient at {path!r}, got {describe(value)}; {cast}")
+                if jnp.iscomplexobj(array) and not (is_complex(own) and is_complex(to)):
+                    if tied == "first":
+                        raise TypeError(f"expected a real tangent at {path!r}, got {describe(value)}")
+                    array = array.real
+                found[i] = array.astype(widened(to) if wide and array.dtype != to else to)
+        return found
+
+    def _check_shape(self, leaf: int, value: Any) -> None:
+        """Checks that a value has the shape of its leaf."""
+        spec, path = self.structure.spec(leaf), self.structure.paths[leaf]
+        if not isinstance(value, (bool, int, float, complex)) and not hasattr(value, "shape"):
+            raise TypeError(f"expected an array at {path!r}, got {describe(value)}")
+        if jnp.shape(value) != spec.shape:
+            got = describe(value) if hasattr(value, "dtype") else f"{describe(value)} of shape {jnp.shape(value)}"
+            raise ValueError(f"expected {describe(spec)} at {path!r}, got {got}")
+
+    def _entries_by_path(self, tree: PyTree) -> list[tuple[int, Any]]:
+        leaves, _, structure = structure_of(tree)
+        model, paths = self.structure, structure.paths
+        expected = "expected a tree with arrays at paths of the model, got"
+        if leaves and not structure.nodes and model.nodes:
+            raise ValueError(f"{expected} {describe(leaves[0])}; a vector becomes a model by restructure(vector)")
+        if any(path not in model.index for path in paths) and all(len(entries) == 1 for entries in structure.entries):
+            # A dictionary with whole paths as its keys, as of `tp.trainables`: one with dots in it stands in quotes.
+            whole = tuple(map(unquote, paths))
+            paths = whole if all(path in model.index for path in whole) else paths
+        unknown = [path for path in paths if path not in model.index]
+        if unknown and type(tree) is tuple and model.nodes and model.nodes[0].cls is not tuple:
+            results = f"a tuple of {len(tree)}: if these are all results of one call, pass only the one that you mean"
+            raise ValueError(f"{expected} {results}")
+        if unknown:
+            has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
+            # Functions are in a model, and not in what is made of one.
+            is_model = set(model.paths) <= set(paths) and any(callable(leaves[paths.index(path)]) for path in unknown)
+            remedy = "; the model comes first, then the other tree" if is_model else nearest(unknown[0], model.paths)
+            raise ValueError(f"the tree has an entry at {unknown[0]!r}, where the model has {has}{remedy}")
+        return [(model.index[path], value) for path, value in zip(paths, leaves, strict=True)]
+
+    def _one(self, found: dict[int, Any], position: int, tied: Tied) -> Any:
+        """Returns one value from the entries at the paths of a tie."""
+        its = (Alias(position, position, ()), *self.aliases.get(position, ()))
+        entries = [(alias, found[alias.leaf]) for alias in its if alias.leaf in found]
+        if not entries:
+            return None
+        # A value at a computed alias alone gives none at the source, since a transform need not be invertible; a
+        # gradient there can be pulled back.
+        only_computed = bool(entries[0][0].transforms)
+        paths, source = self.structure.paths, self.structure.spec(position)
+        if only_computed and tied == "first":
+            alias, name = paths[entries[0][0].leaf], paths[position]
+            raise ValueError(f"the tree has a value only at {alias!r}, computed from {name!r}; put it at {name!r}")
+        if tied is None and (len(entries) > 1 or only_computed):
+            what = f"the tree has entries at {[paths[alias.leaf] for alias, _ in entries]}, which are one parameter"
+            how = 'tied="sum" adds them (right for gradients), tied="first" takes the first (right for values)'
+            raise ValueError(f'{what}. Say how to read them: {how}; for several trees write tied=("sum", "first")')
+        if tied != "sum" or (len(entries) == 1 and not only_computed):
+            return entries[0][1]
+        for alias, value in entries:
+            if alias.transforms:
+                self._check_shape(alias.leaf, value)
+        values = [alias.pull_back(value, source) for alias, value in entries]
+        dtype = common_dtype(jnp.result_type(value) for value in values)
+        return functools.reduce(operator.add, [jnp.asarray(value, dtype) for value in values])
+
     # -- What cannot train
 
     def refuse_refs(self) -> None:
         """Raises a `ValueError` if a ref is among the trained parameters."""
         refs = [self.structure.paths[i] for i in sorted(self.structure.refs) if self.trained[i]]
         if refs:
-            raise ValueError(
-                f"expected arrays to train, got a ref, which is an array that can be written, at {quoted(refs)}. To "
-                "train its value, put ref[...] or jax.freeze(ref) into the model, and make a new ref of the result. To "
-                f"leave it out, pass freeze={refs[0]!r} to tp.layout, declare it frozen, or pass a `where` without it"
-            )
+            got = f"expected arrays to train, got a ref, which is an array that can be written, at {quoted(refs)}"
+            train = "put ref[...] or jax.freeze(ref) into the model, and make a new ref of the result"
+            leave = f"pass freeze={refs[0]!r} to tp.layout, declare it frozen, or pass a `where` without it"
+            raise ValueError(f"{got}. To train its value, {train}. To leave it out, {leave}")
 
     def warn_of_floats(self) -> None:
         """Warns, once per kind, of numbers beside parameters in plain containers, which no class can declare."""
@@ -270,11 +420,9 @@ class Index:
         beside = {node.entries for node in plain if not parameters.isdisjoint(range(node.start, node.stop))}
         paths = [structure.paths[i] for i in numbers if i not in frozen and structure.entries[i][:-1] in beside]
         if paths:
-            warn(
-                f"{quoted(paths)}: a Python number is not a parameter and does not train. To train it, {AS_ARRAY}. If "
-                "it is a constant, hold it in a static field, or outside the model",
-                about=("floats", *structure.kinds[:1]),
-            )
+            what = f"{quoted(paths)}: a Python number is not a parameter and does not train. To train it, {AS_ARRAY}"
+            constant = "If it is a constant, hold it in a static field, or outside the model"
+            warn(f"{what}. {constant}", about=("floats", *structure.kinds[:1]))
 
     def warn_of_nothing(self) -> None:
         """Warns that nothing is trained, and says why."""
@@ -291,11 +439,7 @@ class Index:
     # -- In words
 
     def summary(
-        self,
-        places: Mapping[str, str] | None = None,
-        *,
-        depth: int | None = None,
-        notes: Mapping[str, str] | None = None,
+        self, places: Mapping[str, str] | None = None, depth: int | None = None, notes: Mapping[str, str] | None = None
     ) -> "Summary":
         """Returns the table of a model's arrays.
 
@@ -320,10 +464,8 @@ class Index:
         own = {"narrow": "", "no arrays": _no_arrays(structure)}
         if narrow:
             dtypes = first_few(list(dict.fromkeys(str(slot.dtype) for slot in narrow)))
-            own["narrow"] = (
-                f"{sum(slot.size for slot in narrow):,} trained in {dtypes}, where small steps round to zero; "
-                "optim.master and tp.Ema keep float32"
-            )
+            words = f"trained in {dtypes}, where small steps round to zero; optim.master and tp.Ema keep float32"
+            own["narrow"] = f"{sum(slot.size for slot in narrow):,} {words}"
         return Summary(rows, shown, own | dict(notes or {}))
 
 

@@ -10,24 +10,24 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import jax
 import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.declare import Given
-from .._tree.difference import Diff, Difference, compare, spec_rows, tie_rows
-from .._tree.paths import nearest
+from .._tree.difference import Diff, Difference, compare
 from .._tree.static_keys import contents
 from .._tree.structure import Structure, structure_of
-from .._tree.text import Printed, Table, describe, first_few, first_lines
+from .._tree.text import Printed, Table, describe, first_few
 from .._tree.types import PyTree, common_dtype
 from . import accidents
 from .accidents import meet, note_ties, warn_of_parted_ties
 from .index import Index, Slot
 from .ties import Alias, find_ties
-from .where import Where, decide, select
+from .where import Where, decide
+
+A = TypeVar("A")
 
 
 class Layout(Printed):
@@ -118,7 +118,7 @@ class Layout(Printed):
 
     def __getitem__(self, path: str) -> Slot:
         """Returns the slot at a path; for an alias, the slot of its source."""
-        return self.slots[slot_at(self, path)]
+        return self.slots[self._index.slot_at(path)]
 
     def _ipython_key_completions_(self) -> list[str]:
         return [path for slot in self.slots for path in (slot.path, *slot.aliases)]
@@ -150,16 +150,10 @@ class Layout(Printed):
         Raises:
             ValueError: `where` selects no trained parameter.
         """
-        slots = [self.slots[i] for i in slots_in(self, where)]
+        slots = [self.slots[i] for i in self._index.slots_in(where)]
         return np.concatenate([np.arange(slot.offset, slot.offset + slot.size) for slot in slots])
 
-    @overload
-    def block(self, matrix: np.ndarray, rows: Where, columns: Where) -> np.ndarray: ...
-
-    @overload
-    def block(self, matrix: jax.Array, rows: Where, columns: Where) -> jax.Array: ...
-
-    def block(self, matrix: Any, rows: Where, columns: Where) -> jax.Array | np.ndarray:
+    def block(self, matrix: A, rows: Where, columns: Where) -> A:
         """Cuts the block for two parameters out of a matrix over the vector, such as a Hessian or a covariance.
 
         >>> import jax, jax.numpy as jnp, treeparams as tp
@@ -187,9 +181,10 @@ class Layout(Printed):
         positions = self.indices(rows), self.indices(columns)
         are_runs = all(len(each) and each[-1] - each[0] + 1 == len(each) for each in positions)  # they ascend
         # Slices put no indices into a compiled program; of a NumPy matrix they would be a view.
+        array: Any = matrix
         if are_runs and not isinstance(matrix, np.ndarray):
-            return matrix[(..., *(slice(int(each[0]), int(each[-1]) + 1) for each in positions))]
-        return matrix[(..., *np.ix_(*positions))]
+            return array[(..., *(slice(int(each[0]), int(each[-1]) + 1) for each in positions))]
+        return array[(..., *np.ix_(*positions))]
 
     # -- Other trained leaves
 
@@ -229,7 +224,7 @@ class Layout(Printed):
         here, there = these.structure, those.structure
 
         def at_leaves(i: int, j: int) -> Iterator[Difference]:
-            yield from spec_rows(here.paths[i], here.specs[i], there.specs[j])
+            yield from Difference.of_specs(here.paths[i], here.specs[i], there.specs[j])
             if here.is_parameter(i) and there.is_parameter(j) and these.trained[i] != those.trained[j]:
                 words = ("trained", "frozen") if these.trained[i] else ("frozen", "trained")
                 yield Difference(here.paths[i], "trained", *words)
@@ -241,7 +236,7 @@ class Layout(Printed):
             return [(paths[tie.source], paths[tie.leaf], each) for tie, each in zip(index.ties, bare, strict=True)]
 
         both = here.index.keys() & there.index.keys()
-        rows = tie_rows(ties(these), ties(those), both.__contains__, "its source")
+        rows = Difference.of_ties(ties(these), ties(those), both.__contains__, "its source")
         return Diff([*compare(here, there, at_leaves), *rows])
 
     # -- As a value
@@ -293,35 +288,6 @@ contents[Layout] = lambda layout: [node.static for node in index_of(layout).stru
 
 def _again(structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> Layout:
     return Layout(Index(structure, trained, ties))
-
-
-def slot_at(layout: Layout, path: str) -> int:
-    """Returns the number of the slot at a path."""
-    if not isinstance(path, str):
-        raise TypeError(f"expected a path, got {path!r}; layout.slots are the slots in order")
-    index, structure = index_of(layout), index_of(layout).structure
-    leaf = structure.index.get(path)
-    if leaf in index.by_leaf:
-        return index.by_leaf[leaf]
-    if leaf is None and any(path == node.path for node in structure.nodes):
-        raise KeyError(f"{path!r} is a node; layout.indices({path!r}) are the positions of the parameters below it")
-    if leaf is None:
-        known = [structure.paths[i] for i in index.by_leaf]
-        raise KeyError(f"{path!r} is not a path of the model{nearest(path, known)}")
-    if structure.is_parameter(leaf):
-        raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
-    raise KeyError(f"{structure.describe(leaf)} is not a parameter")
-
-
-def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
-    """Returns the numbers of the slots that `where` selects, in order."""
-    index = index_of(layout)
-    leaves = select(index.structure, where, index.follows)
-    found = {index.by_leaf[leaf] for leaf in leaves if leaf in index.by_leaf}
-    if not found:
-        path = index.structure.paths[min(leaves)]
-        raise ValueError(f"{where!r} selects only frozen parameters, such as {path!r}; layout.thaw({path!r}) trains it")
-    return tuple(sorted(found))
 
 
 def _changed_by(layout: Layout, freeze: Where | None = None, thaw: Where | None = None) -> Layout:
@@ -433,7 +399,7 @@ def layout(
         made, index = look_up(structure, trainable, leaves)
         index.refuse_refs()
         return made if freeze is None and thaw is None else _changed_by(made, freeze, thaw)
-    made, index = look_up(structure, trainable, leaves, freeze, thaw, ties)
+    made, index = look_up(structure, trainable, leaves, ties, freeze, thaw)
     for tie in () if ties is None else index.ties:
         note_ties(structure, [(tie.leaf, tie.source)], word="computed" if tie.transforms else "given")
     index.refuse_refs()
@@ -443,12 +409,7 @@ def layout(
 
 
 def look_up(
-    structure: Structure,
-    trainable: Trainable,
-    leaves: Sequence[Any] | None = None,
-    freeze: Where | None = None,
-    thaw: Where | None = None,
-    given: Given | None = None,
+    structure: Structure, trainable: Any, leaves: Any = None, given: Any = None, freeze: Any = None, thaw: Any = None
 ) -> tuple[Layout, Index]:
     """Returns the layout that `trainable` means for models of a structure, and the `Index` of these models.
 
@@ -488,9 +449,8 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
         return _relaid(layout, trainable)
     other = index_of(trainable)
     if (other.structure, other.ties) != (index.structure, index.ties):
-        lines = [row.in_words() for row in layout.diff(trainable).rows]
         expected = "expected a layout of the same models and ties, such as state.layout.freeze(where)"
-        raise ValueError(f"{expected}; they differ:\n{first_lines(lines)}")
+        raise ValueError(f"{expected}; they differ:\n{layout.diff(trainable).in_words()}")
     return trainable
 
 
@@ -498,10 +458,9 @@ class MisfitError(ValueError):
     """A model does not fit a layout; `differences` lists the first few differences in words."""
 
     def __init__(self, differences: str) -> None:
-        super().__init__(
-            "the model does not fit the layout; make the layout from this model, tp.layout(model). The layout is the "
-            f"first, the model the second:\n{differences}"
-        )
+        remedy = "make the layout from this model, tp.layout(model)"
+        which = "The layout is the first, the model the second"
+        super().__init__(f"the model does not fit the layout; {remedy}. {which}:\n{differences}")
         self.differences = differences
 
 
@@ -512,16 +471,14 @@ def _index_for(structure: Structure, layout: Layout) -> Index:
     # Where the layout has a value, the model may have an array: a Python number that `jit` has made a tracer.
     fits = all(a is None or a == b for a, b in zip(want.specs, structure.specs, strict=False))
     if not fits or want.entries != structure.entries or not want.has_statics_of(structure):
-        at_leaves = lambda i, j: spec_rows(want.paths[i], want.specs[i], want.specs[i] and structure.specs[j])
-        lines = [row.in_words() for row in compare(want, structure, at_leaves)]
-        raise MisfitError(first_lines(lines))
+        at_leaves = lambda i, j: Difference.of_specs(want.paths[i], want.specs[i], want.specs[i] and structure.specs[j])
+        raise MisfitError(Diff(compare(want, structure, at_leaves)).in_words())
     # A model may have fewer ties than the layout, as a traced one has, but not one that the layout does not know.
     for i in structure.parameters:
         first = structure.first[i]
         if first != i and index.sources.get(first, first) != index.sources.get(i, i):
-            paths = structure.paths
-            raise ValueError(
-                f"the model does not fit the layout: {paths[first]!r} and {paths[i]!r} are one array, but the "
-                f"layout does not tie them; make it from this model, or with ties={{{paths[i]!r}: {paths[first]!r}}}"
-            )
+            one, other = structure.paths[first], structure.paths[i]
+            what = f"the model does not fit the layout: {one!r} and {other!r} are one array"
+            remedy = f"make it from this model, or with ties={{{other!r}: {one!r}}}"
+            raise ValueError(f"{what}, but the layout does not tie them; {remedy}")
     return Index(structure, index.trained, index.ties)

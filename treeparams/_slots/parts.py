@@ -8,14 +8,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import jax.tree_util as jtu
 from jax import export
 from jax.core import Tracer
 
 from .._tree.declare import registry
-from .._tree.difference import Difference, compare, groups_of, tie_rows
+from .._tree.difference import Diff, Difference, compare
 from .._tree.static_keys import contents, identical, static_key
 from .._tree.structure import Spec, Structure, flatten, same_treedef, structure_of
 from .._tree.text import both_in_text, describe
@@ -24,7 +24,6 @@ from . import accidents
 from .accidents import keep_apart, meet, note_ties
 from .index import Index
 from .layout import Layout, Trainable, index_of, look_up, trained_at
-from .match import read_slots
 
 M = TypeVar("M")
 
@@ -244,7 +243,7 @@ def others(rest: Rest[Any]) -> list[Any]:
     return [*frozen, *static.values]
 
 
-def rows_between(here: Rest[Any], there: Rest[Any]) -> list[Difference]:
+def diff_of(here: Rest[Any], there: Rest[Any]) -> Diff:
     """Returns how two trees, or calls, of `as_rest` differ, from their static halves alone."""
     these, those = index_in(here).structure, index_in(there).structure
     ours, theirs = _values_by_leaf(here), _values_by_leaf(there)
@@ -257,8 +256,8 @@ def rows_between(here: Rest[Any], there: Rest[Any]) -> list[Difference]:
             yield Difference(these.paths[i], "type", first, second)
 
     shared = these.index.keys() & those.index.keys()
-    ties = tie_rows(groups_of(these), groups_of(those), shared.__contains__)
-    return [*compare(these, those, at_leaves), *ties]
+    ties = Difference.of_ties(these.ties, those.ties, shared.__contains__)
+    return Diff([*compare(these, those, at_leaves), *ties])
 
 
 def _values_by_leaf(rest: Rest[Any]) -> dict[int, Any]:
@@ -340,9 +339,49 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
     leaves, treedef = flatten(params)
     index = index_in(rest)
     if not same_treedef(treedef, index.canonical_treedef):
-        leaves = read_slots(index, params)
+        leaves = index.read(params)
     for leaf, slot in zip(leaves, () if index.have_shapes(leaves) else index.slots, strict=False):
         shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor have results of a `jax.tree.map`
         if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
             raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
     return put_together(rest, leaves)
+
+
+def project(
+    model: PyTree, grads: PyTree, trainable: Trainable = None, *, missing: Literal["zeros"] | None = None
+) -> PyTree:
+    """Turns a gradient, however you computed it, into the canonical tree.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> shared = jnp.array([1.0, 2.0])
+    >>> model = {"a": shared, "b": shared, "mean": jnp.zeros(2)}
+    >>> loss = lambda m: jnp.sum(3 * m["a"] + 13 * m["b"] + m["mean"])
+    >>> grads = jax.grad(loss)(model)  # two halves, and the mean's
+    >>> tp.project(model, grads, ("a", "b"))
+    {'a': Array([16., 16.], dtype=float32), 'b': None, 'mean': None}
+
+    This is the only function that sums the gradients of tied parameters; at an alias with a transform, it applies the
+    transpose. Complex gradients stay in JAX's convention and are never conjugated.
+
+    Args:
+        model: any pytree.
+        grads: a tree with entries at paths of the model: of the model's type or another, whole or partial. `None`,
+            `optax.MaskedNode`, `float0` and a missing branch mean no gradient; entries at frozen leaves are dropped.
+        trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        missing: the result for a slot without a gradient: `None` (you take no step there), or `"zeros"`.
+
+    Returns:
+        A tree of the model's structure: at every slot's path the gradient in the slot's shape and dtype, real if the
+        slot is real, and `None` everywhere else.
+
+    Raises:
+        ValueError: an entry has another shape than its leaf; there is an entry where the model has no leaf; see also
+            `tp.layout`.
+        TypeError: an entry is not an array.
+    """
+    if missing not in (None, "zeros"):
+        raise ValueError(f'missing must be None or "zeros", got {missing!r}')
+    leaves, treedef, structure = structure_of(model)
+    _, index = look_up(structure, trainable, leaves)
+    index.refuse_refs()
+    return index.canonical(index.gradients(grads, missing), treedef)

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._tree.declare import Declared, Given, declared, read_ties, registry
+from .._tree.declare import Given, read_ties
 from .._tree.paths import join_path, nearest, split_path
 from .._tree.static_keys import found_at, static_key
-from .._tree.structure import Node, Spec, Structure
+from .._tree.structure import Spec, Structure
 from .._tree.text import describe, function_name
 
 # -- Linear functions --------------------------------------------------------------------------------------------------
@@ -84,10 +84,8 @@ def _found_under(function: Callable[..., Any]) -> tuple[str, str]:
     for name in (getattr(function, "__qualname__", None), getattr(function, "__name__", None)):
         if module and name and found_at(module, name) is function:
             return module, name
-    why = f"a tie's transform must be found again in the next process, but {function_name(function)} is made anew each"
-    raise ValueError(
-        f"{why} time; use a function at module level, such as jnp.transpose, or a functools.partial of one"
-    )
+    why = f"a tie's transform must be found again in the next process, but {function_name(function)} is made anew"
+    raise ValueError(f"{why}; use a function at module level, such as jnp.transpose, or a functools.partial of one")
 
 
 def _found(module: str, name: str, args: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]) -> _Transform:
@@ -144,6 +142,7 @@ class Alias:
         return transpose(cotangent)[0]
 
 
+_Tie = tuple[int, int, _Transform | None]
 _Above = dict[int, tuple[int, _Transform | None]]
 
 
@@ -169,9 +168,8 @@ def _find_ties(structure: Structure, given: Mapping[str, tuple[str, Any]]) -> tu
             continue
         names = repr(structure.paths[alias]), repr(structure.paths[source])
         if lower == upper:
-            raise ValueError(
-                f"{names[0]} and {names[1]} are one array already, so one cannot be {transform} of the other"
-            )
+            are_one = f"{names[0]} and {names[1]} are one array already"
+            raise ValueError(f"{are_one}, so one cannot be {transform} of the other")
         if above.setdefault(lower, (upper, transform)) != (upper, transform):
             raise ValueError(f"{names[0]} is tied twice: to {structure.paths[above[lower][0]]!r} and to {names[1]}")
     # Declared ties join the sets to trees, and the set at the root of a tree holds the source. The source is the leaf
@@ -206,32 +204,23 @@ def followers(ties: Sequence[Alias]) -> Mapping[int, frozenset[int]]:
     return {alias.leaf: frozenset(places[alias.source]) for alias in ties if alias.is_said}
 
 
-def declaring_nodes(structure: Structure) -> Sequence[tuple[Node, Declared]]:
-    """Returns the nodes whose classes declare something, with the declarations."""
-    classes = {node.cls for node in structure.nodes}  # few, of many nodes
-    found = {cls: declared(cls, registry.version) for cls in classes}
-    return [(node, found[node.cls]) for node in structure.nodes if any(found[node.cls])]
-
-
-def _declared_ties(structure: Structure) -> list[tuple[int, int, _Transform | None]]:
+def _declared_ties(structure: Structure) -> list[_Tie]:
     found = []
-    for node, said in declaring_nodes(structure):
+    for node, said in structure.declaring:
         for alias, (path, transform) in said.ties.items():
             ends = [(*node.entries, *split_path(each)) for each in (alias, path)]
             if join_path(ends[0]) in structure.index:
                 found.append(tie_between(structure, join_path(ends[0]), join_path(ends[1]), transform))
             elif any(structure.entries[i][: len(ends[0])] == ends[0] for i in range(node.start, node.stop)):
-                raise TypeError(
-                    f"{node.cls.__qualname__} declares {alias!r} tied to {path!r}, but it is a node, not an array; "
-                    f'name an array below it: tp.declare({node.cls.__qualname__}, ties={{"{alias}.weight": ...}})'
-                )
+                name = node.cls.__qualname__
+                what = f"{name} declares {alias!r} tied to {path!r}, but it is a node, not an array"
+                remedy = f'tp.declare({name}, ties={{"{alias}.weight": ...}})'
+                raise TypeError(f"{what}; name an array below it: {remedy}")
             # Else there is nothing: a Linear without bias; a canonical tree, whose aliases are empty.
     return found
 
 
-def tie_between(
-    structure: Structure, alias: str, source: str, function: Callable[..., Any] | None
-) -> tuple[int, int, _Transform | None]:
+def tie_between(structure: Structure, alias: str, source: str, function: Callable[..., Any] | None) -> _Tie:
     """Returns the leaves at two paths, and the transform between them; `None` if it is the identity."""
     ends = _parameter_at(structure, alias), _parameter_at(structure, source)
     if ends[0] == ends[1]:
@@ -241,9 +230,8 @@ def tie_between(
     got, is_identity = (have, True) if transform is None else transform.tried(have)
     if (got.shape, got.dtype) != (want.shape, want.dtype):
         after = f" after {transform}" if transform else ""
-        raise ValueError(
-            f"{alias!r} is {describe(want)} and cannot be tied to {source!r}, which is {describe(got)}{after}"
-        )
+        what = f"{alias!r} is {describe(want)} and cannot be tied to {source!r}"
+        raise ValueError(f"{what}, which is {describe(got)}{after}")
     return (*ends, None if is_identity else transform)
 
 

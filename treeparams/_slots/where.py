@@ -16,13 +16,12 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree.declare import Declared
 from .._tree.difference import compare
 from .._tree.paths import Glob, join_path, nearest, quote
-from .._tree.structure import Node, Structure, flatten, is_array, same_treedef, scan_tree
+from .._tree.structure import Structure, flatten, is_array, same_treedef, scan_tree
 from .._tree.text import AS_ARRAY, describe, first_few, function_name, in_short, quoted
-from .._tree.types import PyTree, TreeDef
-from .ties import Alias, declaring_nodes, followers
+from .._tree.types import PyTree
+from .ties import Alias, followers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,23 +91,6 @@ def _spans_of(structure: Structure) -> list[_Span]:
     return nodes + [_Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
 
 
-def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
-    """Returns the treedef of each node of a structure, and of a leaf."""
-
-    def find() -> dict[int | None, TreeDef]:
-        # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
-        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
-        waiting = [structure.treedef]
-        while waiting:
-            each = waiting.pop()
-            if each.node_data() is not None and each.node_data()[0] is not type(None):
-                found[len(found) - 1] = each
-                waiting += reversed(each.children())
-        return found
-
-    return structure.remember("subtreedefs", find)
-
-
 def read(structure: Structure, where: object, *, may_only_take: bool = False) -> tuple[list[_Match], list[_Match]]:
     """Returns the matches that a `where` selects and those that it excludes, one for each single `where` in it."""
     chosen: list[_Match] = []
@@ -176,9 +158,8 @@ def _matcher(structure: Structure, where: str | re.Pattern[str] | type | _Leaves
 def _glob_matcher(structure: Structure, text: str) -> Callable[[_Span], bool]:
     glob = Glob(text)
     if any(entry.startswith(("['", '["')) for entry in glob.entries):
-        raise ValueError(
-            f"{text!r} is in the style of jax.tree_util.keystr; write entries with dots, 'layers.0.weight'"
-        )
+        style = f"{text!r} is in the style of jax.tree_util.keystr"
+        raise ValueError(f"{style}; write entries with dots, 'layers.0.weight'")
     # It may match a node above, too: the name of a value of a state has several entries, and a glob may end within it.
     if not re.search(r"(^|\.)-\d", text):
         return lambda span: glob.selects(span.entries)
@@ -232,20 +213,15 @@ def _returned(structure: Structure, where: Callable[[Any], Any]) -> list[list[_S
 
 def _no_where(structure: Structure, value: object) -> str:
     """Returns the error message for a value that is not a `where`."""
-    expected = (
-        "expected a mask or a `where` (a glob, a compiled regex, a class, tp.leaves(predicate), a callable from the "
-        "model to nodes of it, or a sequence of these)"
-    )
+    kinds = "a glob, a compiled regex, a class, tp.leaves(predicate), a callable from the model to nodes of it"
+    expected = f"expected a mask or a `where` ({kinds}, or a sequence of these)"
     leaves, treedef = flatten(value)
     if any(map(is_array, leaves)):
         # A part of a model in place of its name. The model's arrays are not at hand here, so it is told by its shapes.
         shapes = [(leaf.shape, leaf.dtype) if is_array(leaf) else None for leaf in leaves]
-        known, treedefs = [spec and spec[:2] for spec in structure.specs], subtreedefs(structure)
-        alike = [
-            repr(span.path or "**")
-            for span in _spans_of(structure)
-            if known[span.start : span.stop] == shapes and same_treedef(treedefs[span.number], treedef)
-        ]
+        known, treedefs = [spec and spec[:2] for spec in structure.specs], structure.subtreedefs
+        alike = [span for span in _spans_of(structure) if known[span.start : span.stop] == shapes]
+        alike = [repr(each.path or "**") for each in alike if same_treedef(treedefs[each.number], treedef)]
         none = "the model has none like it; write a path. Pass the model to the result: tp.grad(loss)(model, x)"
         remedy = f"write its path, {' or '.join(alike[:3])}" if alike else none
         return f"{expected}, got {describe(value)} itself: {remedy}"
@@ -264,7 +240,6 @@ def select(
     follows: Mapping[int, frozenset[int]] | None = None,
     *,
     among: Collection[int] | None = None,
-    kind: str = "parameter",
     may_be_empty: bool = False,
     frozen: frozenset[int] | None = None,
 ) -> frozenset[int]:
@@ -275,14 +250,13 @@ def select(
         where: see `tp.layout`.
         follows: the aliases that are selected together with their source; otherwise only if nothing else is.
         among: the leaves that can be selected; `None`: the parameters.
-        kind: of these leaves, in words.
         may_be_empty: whether nothing may be selected, as in a tree of which only a part is shown.
         frozen: the parameters that are declared frozen, for a `where` that selects the trained ones. It must not
             select frozen parameters alone. If it only takes away, it takes from all other parameters.
     """
     among = structure.parameters if among is None else among
     chosen, away = read(structure, where, may_only_take=frozen is not None)
-    find = lambda match, *of: _whole(_found_in(structure, match, among, kind, may_be_empty, *of), follows)
+    find = lambda match, *of: _whole(_found_in(structure, match, among, may_be_empty, *of), follows)
     every = [] if chosen or frozen is None else [frozenset(among).difference(frozen, follows or ())]
     selected = frozenset[int]().union(*[find(match, frozen) for match in chosen], *every)
     selected = selected.difference(*map(find, away))
@@ -308,12 +282,7 @@ def _whole(selected: frozenset[int], follows: Mapping[int, frozenset[int]] | Non
 
 
 def _found_in(
-    structure: Structure,
-    match: _Match,
-    among: Collection[int],
-    kind: str = "parameter",
-    may_be_empty: bool = False,
-    frozen: frozenset[int] | None = None,
+    structure: Structure, match: _Match, among: Collection[int], may_be_empty: bool = False, frozen: Any = None
 ) -> frozenset[int]:
     """Returns the leaves that a single `where` selects; an error if there are none, or none but frozen ones."""
     selected = frozenset(leaf for span in match.spans for leaf in range(span.start, span.stop))
@@ -321,15 +290,15 @@ def _found_in(
     if not (found or may_be_empty):
         if not selected:
             raise ValueError(f"{name} selects nothing{_hint(structure, match.where)}")
-        why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
-        if why and any(structure.values[i] in ("float", "complex") for i in selected):
-            why += f"; to train a number, {AS_ARRAY}"
+        kind, why = "frozen or integer array", ""
+        if among is structure.parameters:
+            kind, why = "parameter", "; only floating and complex arrays are parameters"
+            if any(structure.values[i] in ("float", "complex") for i in selected):
+                why += f"; to train a number, {AS_ARRAY}"
         raise ValueError(f"{name} selects no {kind}, only {_described(structure, selected)}{why}")
-    if frozen is not None and found <= frozen:
-        raise ValueError(
-            f"{name} selects only leaves that are declared frozen ({_described(structure, found)}); "
-            "to train them anyway, pass a layout that thaws them: tp.layout(model, thaw=...)"
-        )
+    if frozen is not None and found.issubset(frozen):
+        what = f"{name} selects only leaves that are declared frozen ({_described(structure, found)})"
+        raise ValueError(f"{what}; to train them anyway, pass a layout that thaws them: tp.layout(model, thaw=...)")
     return found
 
 
@@ -383,23 +352,17 @@ def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]
 
 
 def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
-    chosen, away = read(structure, where)
-    every = range(len(structure.specs))
-    for match in chosen:
-        _found_in(structure, match, every, "leaf")
-    taken = frozenset[int]().union(*[_found_in(structure, match, every, "leaf") for match in away])
+    kept = select(structure, where, among=range(len(structure.specs)))
+    spans = {span for match in read(structure, where)[0] for span in match.spans}
     # From the largest to the smallest, so that a node is met before all that is below it: the outermost is found.
     found, covered = list[_Span](), set[int]()
-    for span in sorted({span for match in chosen for span in match.spans}, key=lambda span: span.start - span.stop):
+    for span in sorted(spans, key=lambda span: span.start - span.stop):
         leaves = range(span.start, span.stop)
-        if taken.isdisjoint(leaves):
-            if covered.isdisjoint(leaves):
-                found.append(span)
-                covered.update(leaves)
-        elif not taken.issuperset(leaves):
+        if kept.issuperset(leaves) and covered.isdisjoint(leaves):
+            found.append(span)
+            covered.update(leaves)
+        elif not (kept.issuperset(leaves) or kept.isdisjoint(leaves)):
             raise ValueError(f"{name_of(where)} excludes a part of {span.path!r}; name the nodes that you mean")
-    if not found:
-        raise ValueError(f"{name_of(where)} selects nothing: everything is excluded")
     return sorted(found, key=lambda span: (span.start, span.stop))
 
 
@@ -425,7 +388,7 @@ def _as_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_
 
 def _structure_below(structure: Structure, span: _Span) -> Structure:
     """Returns the structure of a node, as if it were a model; it says nothing of leaves that are not arrays."""
-    specs, treedef = structure.specs[span.start : span.stop], subtreedefs(structure)[span.number]
+    specs, treedef = structure.specs[span.start : span.stop], structure.subtreedefs[span.number]
     leaves = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else 0 for spec in specs]
     return scan_tree(jtu.tree_unflatten(treedef, leaves), leaves, treedef)
 
@@ -434,13 +397,7 @@ def _structure_below(structure: Structure, span: _Span) -> Structure:
 
 
 def decide(
-    structure: Structure,
-    ties: tuple[Alias, ...],
-    trainable: object = None,
-    freeze: Where | None = None,
-    thaw: Where | None = None,
-    *,
-    said: dict[int, bool] | None = None,
+    structure: Structure, ties: Sequence[Alias], trainable: Any, freeze: Any = None, thaw: Any = None, said: Any = None
 ) -> tuple[bool, ...]:
     """Decides for each leaf whether it is trained, so that every tied parameter is trained or frozen as a whole.
 
@@ -498,26 +455,22 @@ def declared_frozen(structure: Structure) -> frozenset[int]:
 
 def _declarations(structure: Structure) -> list[frozenset[int]]:
     """Returns the leaves that each declaration freezes."""
-    return [each for node, said in declaring_nodes(structure) for each in _frozen_below(structure, node, said)]
-
-
-def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[frozenset[int]]:
-    # Globs of a class are relative to its instances, so they are matched against paths without the node's own entries.
-    within = {i: structure.entries[i][len(node.entries) :] for i in range(node.start, node.stop)}
-    for glob in map(Glob, said.frozen):
-        yield frozenset(i for i, entries in within.items() if glob.selects(entries))
-    if said.fields and any(entries[0].isdigit() for entries in within.values()):
-        what = f"{node.cls.__qualname__} declares which fields train but is a pytree without field names"
-        raise TypeError(f"{what}; register it with keys, as by jax.tree_util.register_dataclass")
-    for name, trained in said.fields.items():
-        inside = [i for i, entries in within.items() if entries[0] == quote(name)]
-        if not trained:
-            yield frozenset(inside)
-        elif inside and not any(map(structure.is_parameter, inside)):
-            raise TypeError(
-                f"{structure.describe(inside[0])} is declared trainable=True, but only floating and complex arrays can "
-                "be trained; write tp.field(trainable=True, converter=jnp.asarray) for a number"
-            )
+    found = list[frozenset[int]]()
+    for node, said in structure.declaring:
+        # Globs of a class are relative to its instances: they are matched against paths without the node's own entries.
+        within = {i: structure.entries[i][len(node.entries) :] for i in range(node.start, node.stop)}
+        found += [frozenset(i for i, its in within.items() if glob.selects(its)) for glob in map(Glob, said.frozen)]
+        if said.fields and any(entries[0].isdigit() for entries in within.values()):
+            what = f"{node.cls.__qualname__} declares which fields train but is a pytree without field names"
+            raise TypeError(f"{what}; register it with keys, as by jax.tree_util.register_dataclass")
+        for name, trained in said.fields.items():
+            inside = [i for i, entries in within.items() if entries[0] == quote(name)]
+            found += [] if trained else [frozenset(inside)]
+            if trained and inside and not any(map(structure.is_parameter, inside)):
+                what = f"{structure.describe(inside[0])} is declared trainable=True"
+                remedy = "write tp.field(trainable=True, converter=jnp.asarray) for a number"
+                raise TypeError(f"{what}, but only floating and complex arrays can be trained; {remedy}")
+    return found
 
 
 def _as_mask(structure: Structure, value: object) -> list[bool] | None:
@@ -532,15 +485,13 @@ def _as_mask(structure: Structure, value: object) -> list[bool] | None:
         if has_its_structure:
             return list(map(bool, flags))
         if is_leaf:
-            raise ValueError(
-                f"trainable={value!r} is not a mask, which has a bool at every leaf of the model. All that is not "
-                "declared frozen trains by default; write freeze='**' in tp.layout to train nothing"
-            )
+            what = f"trainable={value!r} is not a mask, which has a bool at every leaf of the model"
+            default = "All that is not declared frozen trains by default"
+            raise ValueError(f"{what}. {default}; write freeze='**' in tp.layout to train nothing")
         difference = next(iter(compare(structure, scan_tree(value, flags, treedef), lambda i, j: ())))
-        raise ValueError(
-            "a mask must have the structure of the model, with a bool at every leaf; "
-            f'{difference.in_words("in the model", "in the mask")}. Or select by path: trainable="head.**"'
-        )
+        what = "a mask must have the structure of the model, with a bool at every leaf"
+        how = difference.in_words("in the model", "in the mask")
+        raise ValueError(f'{what}; {how}. Or select by path: trainable="head.**"')
     is_no_where = has_its_structure or not (is_leaf or isinstance(value, (list, tuple, set, frozenset)))
     if is_no_where and any(isinstance(flag, (int, float, np.generic)) or hasattr(flag, "dtype") for flag in flags):
         if any(hasattr(flag, "dtype") and flag.dtype.kind != "b" and flag.ndim for flag in flags):
@@ -550,18 +501,15 @@ def _as_mask(structure: Structure, value: object) -> list[bool] | None:
     return None
 
 
-def _half_trained(structure: Structure, ties: tuple[Alias, ...], alias: Alias, of_source: bool) -> str:
+def _half_trained(structure: Structure, ties: Sequence[Alias], alias: Alias, of_source: bool) -> str:
     source, leaf = structure.paths[alias.source], structure.paths[alias.leaf]
     is_, other = ("trained", "frozen") if of_source else ("frozen", "trained")
     if alias.is_said:
         how = f"is {alias} of" if alias.transforms else "is tied to"
-        return (
-            f"{leaf!r} {how} {source!r}, its source, and is trained or frozen with it, but the source is {is_} "
-            f"and the alias {other}; select the source {source!r} (or both)"
-        )
+        what = f"{leaf!r} {how} {source!r}, its source, and is trained or frozen with it"
+        return f"{what}, but the source is {is_} and the alias {other}; select the source {source!r} (or both)"
     every = [structure.paths[each.leaf] for each in ties if each.source == alias.source and not each.is_said]
-    return (
-        f"{source!r} is {is_} and {leaf!r} is {other}, but they are one array. Either make one of them a "
-        f"separate array (tp.copy, as for a target network; tp.untie), or name all in one call: "
-        f"tp.layout(model, freeze={[source, *every]!r}), or thaw=... or trainable=... with all these"
-    )
+    what = f"{source!r} is {is_} and {leaf!r} is {other}, but they are one array"
+    either = "Either make one of them a separate array (tp.copy, as for a target network; tp.untie)"
+    call = f"tp.layout(model, freeze={[source, *every]!r}), or thaw=... or trainable=... with all these"
+    return f"{what}. {either}, or name all in one call: {call}"

@@ -15,7 +15,7 @@ import jax
 
 from .paths import Glob, join_path, nearest, quote, split_path
 from .static_keys import with_object
-from .text import describe, function_name, unknown_argument, warn
+from .text import describe, function_name, warn
 
 Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
 """Ties as users write them: `{alias: path}` or `{alias: (path, transform)}`."""
@@ -27,6 +27,7 @@ class Declared(NamedTuple):
     fields: dict[str, bool]  # `trainable` of the fields whose metadata have it
     frozen: tuple[str, ...]  # globs
     ties: dict[str, tuple[str, Callable[..., Any] | None]]  # by alias the path of the source, and the transform
+    holds_buffers: bool = False  # whether its arrays are buffers, such as running statistics, and never parameters
 
 
 # Classes known without importing their packages: fields that their authors hold fixed are fixed here too.
@@ -110,11 +111,13 @@ else:
             raise ValueError(f"a static field is not part of the tree: drop `static=True` or `{name}`")
         if said:
             kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
-        theirs = inspect.signature(eqx.field).parameters | inspect.signature(dataclasses.field).parameters
-        unknown = unknown_argument("tp.field", ["trainable", "tied_to", "transform", *theirs], kwargs)
-        if unknown:
-            raise TypeError(unknown)
         return eqx.field(**kwargs)
+
+    # What equinox and dataclasses take is said too, for help and for the answer to an argument that there is not.
+    _parameters = dict[str, inspect.Parameter]()
+    for _each in (field, eqx.field, dataclasses.field):
+        _parameters |= inspect.signature(_each).parameters
+    field.__signature__ = inspect.Signature([its for its in _parameters.values() if its.kind is its.KEYWORD_ONLY])
 
 
 def declare(cls: type, *, freeze: str | Sequence[str] = (), ties: Given | None = None) -> None:
@@ -181,29 +184,20 @@ def declared(cls: type, version: int) -> Declared:
         if "tied_to" in each.metadata:
             ties[quote(each.name)] = _read_source(each.metadata["tied_to"], where)
     # Of Flax's variables only `nnx.Param` is a parameter: not a cache, a statistic, an intermediate result.
-    frozen = ["**"] if _is_flax_state(cls) else []
+    is_variable = _is_flax(cls, "Variable") and not _is_flax(cls, "Param")
+    frozen = ["**"] if is_variable else []
     # Bases come first, so that of two declarations of one alias the subclass's holds; frozen globs add up.
     for base in reversed(cls.__mro__):
         frozen += _BY_NAME.get(_qualified(base), ())
         if base in registry.classes:
             frozen += registry.classes[base].frozen
             ties |= registry.classes[base].ties
-    return Declared(fields, tuple(frozen), ties)
+    holds_buffers = is_variable or any(_qualified(base) in _OF_BUFFERS for base in cls.__mro__)
+    return Declared(fields, tuple(frozen), ties, holds_buffers)
 
 
 def _qualified(cls: type) -> str:
     return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
-
-
-@with_object
-def holds_buffers(cls: type) -> bool:
-    """Returns whether arrays of this class are buffers, such as running statistics, and never parameters."""
-    return any(_qualified(base) in _OF_BUFFERS for base in cls.__mro__) or _is_flax_state(cls)
-
-
-def _is_flax_state(cls: type) -> bool:
-    """Returns whether this is a Flax class for variables that are not parameters."""
-    return _is_flax(cls, "Variable") and not _is_flax(cls, "Param")
 
 
 @with_object

@@ -17,13 +17,16 @@ from .declare import is_box
 from .paths import join_path, quote, sibling_entries
 from .static_keys import contents, static_key
 from .structure import Spec, Structure, take
-from .text import Printed, Table, both_in_text, describe, first_few, in_text
+from .text import Printed, Table, both_in_text, describe, first_few, first_lines, in_text
 from .types import PyTree
 
 _WORDS = {"class": "is a", "static": "has other static values:", "value": "has other values:", "tie": "is tied to"}
 _AGAIN = {"class": "a ", "tie": "to "}  # before the second
-NOTHING = "nothing"
-"""Shown in a row for the tree that has nothing at the path."""
+_NOTHING = "nothing"  # is shown for the tree that has nothing at the path
+_Names = Sequence[tuple[str, ...]] | None
+_IsShared = Callable[[str], bool]
+_Ties = Sequence[tuple[str, str, Any]]
+"""The path that names an array, another one of it, and a note on that: compared by `==`, shown by its `str`."""
 
 
 class Difference(NamedTuple):
@@ -43,10 +46,50 @@ class Difference(NamedTuple):
         """Returns the row as a line of an error message; `one` and `other` name the trees, `root` the empty path."""
         where = repr(self.path) if self.path else root
         for side, without in ((one, self.second), (other, self.first)):
-            if without == NOTHING and self.what == "structure":
+            if without == _NOTHING and self.what == "structure":
                 return f"{where} is only {side}"
         again = "" if self.second.startswith("another ") else _AGAIN.get(self.what, "")
         return f"{where} {_WORDS.get(self.what, 'is')} {self.first} {one}, {again}{self.second} {other}"
+
+    @classmethod
+    def of_one(cls, path: str, text: str, side: int) -> "Difference":
+        """Returns the row for what only one tree has, the first or (if `side` is 1) the second."""
+        return cls(path, "structure", *((_NOTHING, text) if side else (text, _NOTHING)))
+
+    @classmethod
+    def of_specs(cls, path: str, here: Spec | None, there: Spec | None) -> "list[Difference]":
+        """Returns how two leaves at a path differ in shape and dtype, or that only one is an array."""
+        if here == there:
+            return []
+        what = "type"
+        if here is not None and there is not None:
+            what = ", ".join(name for name in ("shape", "dtype") if getattr(here, name) != getattr(there, name))
+        return [cls(path, what, *(describe(spec) if spec else "no array" for spec in (here, there)))]
+
+    @classmethod
+    def of_ties(cls, here: _Ties, there: _Ties, is_shared: _IsShared, of_source: str = "") -> "Iterator[Difference]":
+        """Yields how ties differ among the paths that both trees have; `of_source` is the note on a source."""
+        ours, theirs = _other_paths(here, is_shared, of_source), _other_paths(there, is_shared, of_source)
+        for path in dict.fromkeys(source for source, _, _ in [*here, *there]):
+            both = ours.get(path, {}), theirs.get(path, {})
+            if both[0] != both[1]:
+                yield cls(path, "tie", *map(_with_notes, both))
+
+
+def _with_notes(others: Mapping[str, Any]) -> str:
+    return ", ".join(f"{path} ({note})" if str(note) else path for path, note in others.items()) or _NOTHING
+
+
+def _other_paths(ties: _Ties, is_shared: _IsShared, of_source: str) -> dict[str, dict[str, Any]]:
+    """Returns, for each tied path that both trees have, the other such paths of its array."""
+    groups: dict[str, dict[str, Any]] = {}
+    for source, alias, note in ties:
+        groups.setdefault(source, {source: of_source})[alias] = note
+    found = {}
+    for group in groups.values():
+        shared = {path: note for path, note in group.items() if is_shared(path)}
+        found |= {path: {other: note for other, note in shared.items() if other != path} for path in shared}
+    return found
 
 
 class Diff(Printed):
@@ -78,6 +121,10 @@ class Diff(Printed):
     def __bool__(self) -> bool:
         return bool(self.rows)
 
+    def in_words(self, *names: str) -> str:
+        """Returns the first few rows as lines of an error message; see `Difference.in_words`."""
+        return first_lines([row.in_words(*names) for row in self.rows])
+
     def __repr__(self) -> str:
         return f"Diff({self._total()}{f' ({first_few(self.paths)})' if self.rows else ''})"
 
@@ -104,18 +151,10 @@ Diff.__module__ = "treeparams.types"
 
 def _table_of_elements(rows: Sequence[Difference]) -> Table:
     header = ["path", "largest", "relative", "elements", "NaN", "first", "second"]
-    cells = [
-        [
-            row.path or '""',
-            f"{row.absolute:.3g}",
-            f"{row.relative:.3g}",
-            f"{row.differing:,} of {row.size:,}",
-            ", ".join(map(str, row.nans or ())),
-            row.first,
-            row.second,
-        ]
-        for row in rows
-    ]
+    cells = list[list[str]]()
+    for row in rows:
+        numbers = f"{row.absolute:.3g}", f"{row.relative:.3g}", f"{row.differing:,} of {row.size:,}"
+        cells.append([row.path or '""', *numbers, ", ".join(map(str, row.nans or ())), row.first, row.second])
     if not any(any(row.nans or ()) for row in rows):
         header, *cells = [[*row[:4], *row[5:]] for row in (header, *cells)]
     return Table(header, cells, right=range(1, len(header)))
@@ -154,23 +193,12 @@ def compare(
         yield Difference("", "static", "a static value", "the same, changed in place since")
 
 
-def spec_rows(path: str, here: Spec | None, there: Spec | None) -> Iterator[Difference]:
-    """Yields how two leaves at a path differ in shape and dtype, or that only one is an array."""
-    if here == there:
-        return
-    what = "type"
-    if here is not None and there is not None:
-        what = ", ".join(name for name in ("shape", "dtype") if getattr(here, name) != getattr(there, name))
-    first, second = (describe(spec) if spec else "no array" for spec in (here, there))
-    yield Difference(path, what, first, second)
-
-
 class _Pair:
     """Two structures that are read side by side."""
 
     def __init__(self, these: Structure, those: Structure, at_leaves: _AtLeaves | None, leaves: _Leaves | None) -> None:
         self.structures, self.leaves = (these, those), leaves
-        self.at_leaves = at_leaves or (lambda i, j: spec_rows(these.paths[i], these.specs[i], those.specs[j]))
+        self.at_leaves = at_leaves or (lambda i, j: Difference.of_specs(these.paths[i], these.specs[i], those.specs[j]))
         # Bare objects are the same by identity, but in a copy made by pickling by their order, which is not known here.
         self.strict = not (these.is_unpickled or those.is_unpickled)
 
@@ -199,10 +227,9 @@ class _Pair:
             below = entries if is_boxed else (*entries, *entry)
             if entry in ours and entry in theirs:
                 yield from self.visit(below, ours[entry], theirs[entry])
-            elif entry in ours:
-                yield Difference(join_path(below), "structure", self.text(0, ours[entry]), NOTHING)
             else:
-                yield Difference(join_path(below), "structure", NOTHING, self.text(1, theirs[entry]))
+                side, its = (0, ours) if entry in ours else (1, theirs)
+                yield Difference.of_one(join_path(below), self.text(side, its[entry]), side)
 
     def children(self, side: int, entries: tuple[str, ...], taken: Any) -> dict[tuple[str, ...], PyTree]:
         """Returns the children of a node of one of the two, each by the entries that it adds."""
@@ -223,7 +250,7 @@ class _Pair:
         return f"{type(tree).__qualname__} of {count:,} lea{'f' if count == 1 else 'ves'}"
 
     def static_rows(
-        self, entries: tuple[str, ...], here: Any, there: Any, names: Sequence[tuple[str, ...]] | None, depth: int = 8
+        self, entries: tuple[str, ...], here: Any, there: Any, names: _Names, depth: int = 8
     ) -> Iterator[Difference]:
         """Yields how two static values differ; for containers with the same keys, which of their values differ.
 
@@ -250,7 +277,7 @@ class _Pair:
         yield from rows or [Difference(join_path(entries), "static", *both_in_text(here, there))]
 
 
-def _items(value: Any, names: Sequence[tuple[str, ...]] | None) -> list[tuple[Any, tuple[str, ...], Any]]:
+def _items(value: Any, names: _Names) -> list[tuple[Any, tuple[str, ...], Any]]:
     """Returns the values in a static value, each with its key, whose type counts, and its entry of a path."""
     if type(value) in contents:
         return [(i, (), each) for i, each in enumerate(contents[type(value)](value))]
@@ -263,41 +290,3 @@ def _items(value: Any, names: Sequence[tuple[str, ...]] | None) -> list[tuple[An
     if type(value) is dict:
         return [((type(key), key), (quote(str(key)),), each) for key, each in value.items()]
     return []
-
-
-# -- Ties --------------------------------------------------------------------------------------------------------------
-
-_Ties = Sequence[tuple[str, str, Any]]
-"""The path that names an array, another one of it, and a note on that: compared by `==`, shown by its `str`."""
-
-
-def groups_of(structure: Structure) -> _Ties:
-    """Returns the paths of each array object that has several."""
-    paths = structure.paths
-    return [(paths[first], paths[i], "") for i, first in enumerate(structure.first) if first != i]
-
-
-def tie_rows(here: _Ties, there: _Ties, is_shared: Callable[[str], bool], of_source: str = "") -> Iterator[Difference]:
-    """Yields how the ties of two trees differ among the paths that both have; `of_source` is the note on a source."""
-    ours, theirs = _other_paths(here, is_shared, of_source), _other_paths(there, is_shared, of_source)
-    for path in dict.fromkeys(source for source, _, _ in [*here, *there]):
-        both = ours.get(path, {}), theirs.get(path, {})
-        if both[0] != both[1]:
-            first, second = map(_with_notes, both)
-            yield Difference(path, "tie", first, second)
-
-
-def _with_notes(others: Mapping[str, Any]) -> str:
-    return ", ".join(f"{path} ({note})" if str(note) else path for path, note in others.items()) or NOTHING
-
-
-def _other_paths(ties: _Ties, is_shared: Callable[[str], bool], of_source: str) -> dict[str, dict[str, Any]]:
-    """Returns, for each tied path that both trees have, the other such paths of its array."""
-    groups: dict[str, dict[str, Any]] = {}
-    for source, alias, note in ties:
-        groups.setdefault(source, {source: of_source})[alias] = note
-    found = {}
-    for group in groups.values():
-        shared = {path: note for path, note in group.items() if is_shared(path)}
-        found |= {path: {other: note for other, note in shared.items() if other != path} for path in shared}
-    return found

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.tree_util import GetAttrKey, SequenceKey
+from jax.tree_util import GetAttrKey
 
 _NEEDS_QUOTES = re.compile(r"""^!|[.*?\[\]"']""")
 # One entry: a JSON string, or a run of anything but a dot; a glob's `[...]` may hold a dot.
@@ -52,9 +52,8 @@ def split_path(path: str) -> tuple[str, ...]:
     begin = _PATH.match(path)
     rest = path[begin.end() :] if begin else path
     if rest:
-        raise ValueError(
-            f"the path {path!r} cannot be read at {rest!r}: expected JSON strings, or entries between dots"
-        )
+        expected = "expected JSON strings, or entries between dots"
+        raise ValueError(f"the path {path!r} cannot be read at {rest!r}: {expected}")
     return tuple(_EACH.findall(path)) if path else ()
 
 
@@ -63,9 +62,9 @@ def join_path(entries: Iterable[str]) -> str:
     return ".".join(entries)
 
 
-def key_text(key: object) -> str:
+def _key_text(key: object) -> str:
     """Returns the bare text of one JAX key entry: an attribute's name, a dict's key, a position."""
-    for attribute in ("name", "key", "idx"):
+    for attribute in ("idx", "name", "key"):
         value = getattr(key, attribute, None)
         if value is not None:
             return str(value)
@@ -74,7 +73,7 @@ def key_text(key: object) -> str:
 
 def key_entries(keys: Iterable[object]) -> tuple[str, ...]:
     """Returns the entries of a JAX key path, for keys whose siblings need not be checked."""
-    return tuple([quote(key_text(key)) for key in keys])
+    return tuple([quote(_key_text(key)) for key in keys])
 
 
 def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[str]:
@@ -82,10 +81,7 @@ def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[
 
     With the same text, a path would name two leaves.
     """
-    entries = [
-        key.name if type(key) is GetAttrKey else str(key.idx) if type(key) is SequenceKey else quote(key_text(key))
-        for key in keys
-    ]
+    entries = [key.name if type(key) is GetAttrKey else quote(_key_text(key)) for key in keys]
     if len(set(entries)) < len(entries):
         twice = next(entry for entry in entries if entries.count(entry) > 1)
         one, other = [key for key, entry in zip(keys, entries, strict=True) if entry == twice][:2]

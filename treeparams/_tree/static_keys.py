@@ -24,17 +24,13 @@ import numpy as np
 
 T = TypeVar("T")
 
+_BOTH = str, bytes, int, type(None), enum.Enum, np.dtype, np.ufunc, types.ModuleType
 # Values that cannot change in place. Two of one type are equal only if no program could tell them apart.
-_ATOMS = (
-    *(str, bytes, int, type(None), type, enum.Enum, np.dtype, np.ufunc, types.ModuleType),
-    *(types.FunctionType, types.BuiltinFunctionType),
-)
+_ATOMS = *_BOTH, type, types.FunctionType, types.BuiltinFunctionType
 _SIMPLE = frozenset({str, bytes, int, bool, type(None)})  # of just these types: values that are their own keys
 # Types whose instances hold no other objects.
-_PLAIN = (
-    *(int, float, complex, str, bytes, type(None), enum.Enum, np.generic, np.dtype, np.ufunc, types.ModuleType),
-    *(jax.Device, jax.sharding.Mesh, jax.sharding.Sharding, jax.sharding.PartitionSpec),
-)
+_OF_DEVICES = jax.Device, jax.sharding.Mesh, jax.sharding.Sharding, jax.sharding.PartitionSpec
+_PLAIN = *_BOTH, float, complex, np.generic, *_OF_DEVICES
 _WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not one of the types that are part of the interpreter
 
 contents: dict[type, Callable[[Any], Sequence[Any]]] = {}
@@ -133,9 +129,8 @@ class _Keys:
         if isinstance(value, np.generic):
             return kind, value.dtype, value.tobytes()
         if isinstance(value, (jax.Array, np.ndarray)):
-            return _Identity(
-                value, value.tobytes() if isinstance(value, np.ndarray) and value.flags.writeable else None
-            )
+            can_change = isinstance(value, np.ndarray) and value.flags.writeable
+            return _Identity(value, value.tobytes() if can_change else None)
         if isinstance(value, _ATOMS) or _is_of_jax(kind) or (kind in contents and is_settled(value)):
             return kind, value
         if kind is object:

@@ -29,7 +29,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .declare import is_box, registry
+from .declare import Declared, declared, is_box, registry
 from .paths import join_path, sibling_entries
 from .static_keys import identical, is_harmless, is_settled, static_key, with_object
 from .text import describe
@@ -172,6 +172,30 @@ class Structure:
         return tuple([i for i, spec in enumerate(self.specs) if spec is not None and spec.parameter])
 
     @functools.cached_property
+    def subtreedefs(self) -> dict[int | None, TreeDef]:
+        """The treedef of each node, and of a leaf."""
+        # In preorder, as nodes are numbered: the children are put on the stack last first.
+        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
+        waiting = [self.treedef]
+        while waiting:
+            each = waiting.pop()
+            if each.node_data() is not None and each.node_data()[0] is not type(None):
+                found[len(found) - 1] = each
+                waiting += reversed(each.children())
+        return found
+
+    @property
+    def declaring(self) -> list[tuple[Node, Declared]]:
+        """The nodes whose classes declare something, with the declarations as they are now."""
+        found = {cls: declared(cls, registry.version) for cls in {node.cls for node in self.nodes}}
+        return [(node, found[node.cls]) for node in self.nodes if any(found[node.cls])]
+
+    @property
+    def ties(self) -> list[tuple[str, str, str]]:
+        """The paths of each array object that has several: the first, and another one; for `Difference.of_ties`."""
+        return [(self.paths[first], self.paths[i], "") for i, first in enumerate(self.first) if first != i]
+
+    @functools.cached_property
     def kinds(self) -> tuple[int, ...]:
         """A key of each node, equal for nodes with the same paths and classes below.
 
@@ -195,11 +219,10 @@ class Structure:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure):
             return NotImplemented
-        return self is other or (
-            self._hash == other._hash
-            and (self.specs, self.entries) == (other.specs, other.entries)
-            and self.has_statics_of(other)
-        )
+        if self is other:
+            return True
+        are_alike = self._hash == other._hash and (self.specs, self.entries) == (other.specs, other.entries)
+        return are_alike and self.has_statics_of(other)
 
     def __hash__(self) -> int:
         return self._hash
@@ -268,16 +291,10 @@ def scan_tree(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structur
     # One leaf of each type tells for all of them, but for frozen sets, which hold values of any type.
     one_of_each = {type(leaf): leaf for leaf in others.values()}
     names = {i: "function" if callable(leaf) else type(leaf).__name__ for i, leaf in others.items()}
-    return Structure(
-        treedef=treedef,
-        specs=tuple(specs),
-        values=tuple(map(names.get, range(len(leaves)))),
-        first=tuple(same),
-        settled=frozenset not in one_of_each and all(map(is_settled, one_of_each.values())),
-        refs=_refs_in(leaves),
-        is_traced=any(issubclass(kind, Tracer) for kind in kinds),
-        **read,
-    )
+    values, is_traced = tuple(map(names.get, range(len(leaves)))), any(issubclass(kind, Tracer) for kind in kinds)
+    settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
+    found = {"specs": tuple(specs), "values": values, "first": tuple(same), "settled": settled}
+    return Structure(treedef=treedef, refs=_refs_in(leaves), is_traced=is_traced, **found, **read)
 
 
 def _refs_in(leaves: Sequence[Any]) -> frozenset[int]:

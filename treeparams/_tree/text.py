@@ -149,9 +149,8 @@ def imported(module: str, extra: str, by: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"{by} needs {module}, of the extra treeparams[{extra}]: pip install {module}"
-        ) from None
+        needed = f"{by} needs {module}, of the extra treeparams[{extra}]: pip install {module}"
+        raise ModuleNotFoundError(needed) from None
 
 
 def in_bytes(count: int) -> str:
@@ -243,10 +242,9 @@ def _as_html(blocks: Sequence[Table | str]) -> str:
             continue
         parts += [f'<p style="font-family:monospace">{"<br>".join(lines)}</p>'] if lines else []
         lines = []
-        rows = [
-            "".join(_cell("td" if n else "th", i in block.right, cell) for i, cell in enumerate(row))
-            for n, row in enumerate(block.shown())
-        ]
+        rows = list[str]()
+        for n, row in enumerate(block.shown()):
+            rows.append("".join([_cell("td" if n else "th", i in block.right, cell) for i, cell in enumerate(row)]))
         parts += [f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"] if block.header else []
     return f'<div style="text-align:left">{"".join(parts)}</div>'
 
@@ -308,14 +306,14 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 signature.bind(*args, **kwargs)
             except TypeError as slip:
                 shown = [each + "=..." * (its.kind is its.KEYWORD_ONLY) for each, its in signature.parameters.items()]
-                said = unknown_argument(name, signature.parameters, kwargs) or f"{name}: {slip}"
+                said = _unknown_argument(name, signature.parameters, kwargs) or f"{name}: {slip}"
                 raise TypeError(f"{said}; it is {name}({', '.join(shown)})") from None
             raise
 
     return answering
 
 
-def unknown_argument(name: str, known: Collection[str], given: Mapping[str, object]) -> str:
+def _unknown_argument(name: str, known: Collection[str], given: Mapping[str, object]) -> str:
     """Returns words for the first argument that a function does not have, with a nearer one; empty for none."""
     for other in given.keys() - known:
         meant = next((each for each, words in _MEANT.items() if each in known and other in words.split()), "")

@@ -10,14 +10,14 @@ import jax.tree_util as jtu
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from .._forms.form import reals_of
+from .._forms.form import Form
 from .._forms.mesh import is_sharded, lay
-from .._slots.layout import Layout, Trainable
+from .._slots.layout import Layout, Trainable, index_of
 from .._slots.parts import Parts
 from .._tree.structure import is_array
 from .._tree.text import describe, imported
-from .._tree.types import PyTree
-from ._reals import Reals, array_parts, from_reals, given_back, in_reals, mapped, of_reals, scalar, taken
+from .._tree.types import PyTree, common_dtype
+from ._reals import Reals, array_parts, from_reals, in_reals, mapped, of_reals, scalar, taken
 
 
 class Operator(eqx.Module):
@@ -50,7 +50,7 @@ class Operator(eqx.Module):
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of the matrix."""
-        (length,) = reals_of(self.layout).blocks[0].shape
+        (length,) = Form.reals(self.layout).blocks[0].shape
         return length, length
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ class Operator(eqx.Module):
         product = self._linear(treedef.unflatten(placed))
         if self.damping is not None:
             product = jax.tree.map(lambda y, x: y + jnp.asarray(self.damping, y.dtype) * x, product, direction)
-        return given_back(self.layout, product, tangent)
+        return _given_back(self.layout, product, tangent)
 
     def __matmul__(self, matrix: Any) -> Array:
         """Returns the product with a vector, `(n,)`, or with each column of a matrix, `(n, k)`."""
@@ -129,7 +129,7 @@ class Operator(eqx.Module):
 
     def _columns(self, chunk: int | None, of: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
         """Returns `of(column, number)` for each column of the matrix."""
-        block = reals_of(self.layout).blocks[0]
+        block = Form.reals(self.layout).blocks[0]
         one = lambda i: of(self(jax.nn.one_hot(i, block.size, dtype=block.dtype)), i)
         return mapped(one, jnp.arange(block.size), chunk, "products")
 
@@ -154,7 +154,7 @@ class Operator(eqx.Module):
         Raises:
             ModuleNotFoundError: lineax is not installed.
         """
-        lineax, block = imported("lineax", "lineax", "as_lineax"), reals_of(self.layout).blocks[0]
+        lineax, block = imported("lineax", "lineax", "as_lineax"), Form.reals(self.layout).blocks[0]
         shape = jax.ShapeDtypeStruct(block.shape, block.dtype)
         return lineax.FunctionLinearOperator(self, shape, lineax.symmetric_tag if tags is None else tags)
 
@@ -311,7 +311,7 @@ def hvp(f: Callable[..., Array], trainable: Trainable = None) -> Callable[..., P
         parts = array_parts(model, trainable)
         gradient = jax.grad(_loss_of(f, parts, *args))
         _, change = jax.jvp(gradient, (in_reals(parts.slots),), (taken(parts.layout, tangent),))
-        return given_back(parts.layout, change, tangent)
+        return _given_back(parts.layout, change, tangent)
 
     return product
 
@@ -349,3 +349,23 @@ def hessian(
         return hessian_operator(f, trainable)(model, *args).matrix(chunk=chunk)
 
     return matrix
+
+
+def _given_back(layout: Layout, reals: Reals, tangent: PyTree) -> PyTree:
+    """Returns one value per slot in reals in the form of the tangent, a vector, a real vector or a tree.
+
+    No dtype is narrower than in the tangent.
+    """
+    shape = getattr(tangent, "shape", None)
+    if shape == (layout.size,):
+        return _no_narrower(Form.vector(layout).join(from_reals(reals)), tangent)
+    if shape == (Form.reals(layout).blocks[0].size,):
+        return _no_narrower(Form.reals(layout).join(jax.tree.leaves(reals)), tangent)
+    index = index_of(layout)
+    entries = index.per_slot(tangent, "first")
+    return index.canonical(list(map(_no_narrower, from_reals(reals), entries)), index.structure.treedef)
+
+
+def _no_narrower(product: jax.Array, tangent: Any) -> jax.Array:
+    dtype = getattr(tangent, "dtype", product.dtype)
+    return product.astype(common_dtype([product.dtype, jax.dtypes.canonicalize_dtype(dtype)]))

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from .._programs import Kind, Walk, bind, derivative, is_floating, is_linear, kind_of, operation_name, programs
+from .._programs import Kind, Walk, bind, derivative, is_floating, is_linear, operation_name, programs
 from .._tree.structure import structure_of
 from .._tree.text import describe, warn
 from .._tree.types import PyTree
@@ -188,7 +188,7 @@ class _Forward(Walk[Any]):
         self, eqn: JaxprEqn, which: list[bool], pointwise: bool, of: _Function, depends: list[_Series]
     ) -> list[_Series]:
         """Returns the floating results of an operation, by the best rule that applies."""
-        kind = kind_of(eqn)
+        kind = Kind.of(eqn)
         if _is_linear_in(eqn, which):
             return _linear(of, depends)
         if Kind.PRODUCT in kind:
@@ -210,7 +210,7 @@ class _Forward(Walk[Any]):
 
 def _is_linear_in(eqn: JaxprEqn, which: Sequence[bool]) -> bool:
     """Returns whether an equation is linear, at least in pieces, in those of its operands together."""
-    return not _is_complex(eqn) if Kind.PIECEWISE in kind_of(eqn) else is_linear(eqn, which)
+    return not _is_complex(eqn) if Kind.PIECEWISE in Kind.of(eqn) else is_linear(eqn, which)
 
 
 def _is_complex(eqn: JaxprEqn) -> bool:
@@ -293,7 +293,7 @@ def _is_within(eqn: JaxprEqn, shape: tuple[int, ...], rules: int = 2) -> bool:
     # Nothing here makes a scalar of an array of the shape: scalars do not depend on the input unless all is one.
     if not all(aval.shape in ((), shape) for aval in _avals(eqn)) or _is_complex(eqn):
         return False
-    within, kind = programs(eqn) if _is_call(eqn) else [], kind_of(eqn)
+    within, kind = programs(eqn) if _is_call(eqn) else [], Kind.of(eqn)
     if Kind.RULE in kind and Kind.BACKWARD not in kind:
         # A rule may call its own function for the value, which has the rule again; two derivatives are taken.
         within = programs(eqn)[:1]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact
 
-from .._forms.form import reals_of, vector_of
+from .._forms.form import Form
 from .._forms.mesh import replicated, result_varies, vary, varying
 from .._slots.layout import Trainable
 from .._tree.text import count_of
@@ -118,10 +118,10 @@ class _Outputs:
             raise ValueError(f"mode must be 'real', 'complex' or 'holomorphic', got {mode!r}")
         parts = array_parts(model, trainable)
         self.mode, self._f, self._parts = mode, f, parts
-        slots, self.form = in_reals(parts.slots), reals_of(parts.layout)
+        slots, self.form = in_reals(parts.slots), Form.reals(parts.layout)
         self.dtype = self.form.dtype
         if mode == "holomorphic":
-            slots, self.form = parts.slots, vector_of(parts.layout)
+            slots, self.form = parts.slots, Form.vector(parts.layout)
             self.dtype = common_dtype([self.form.dtype, jnp.complex64])  # also where there are no slots
             real = next((slot for slot in parts.layout.slots if not is_complex(slot.dtype)), None)
             if real is not None:
@@ -232,7 +232,7 @@ def per_example_gradients(
     def gradients(model: PyTree, *batch: PyTree) -> PyTree:
         _length_of(batch)
         parts = array_parts(model, trainable)
-        joined = vector_of(parts.layout).join if flat else parts.canonical
+        joined = Form.vector(parts.layout).join if flat else parts.canonical
 
         def of(slots: tuple[jax.Array, ...], example: tuple[PyTree, ...]) -> jax.Array:
             return scalar(result(f, _ONE_SAMPLE, parts.model(slots), *example))

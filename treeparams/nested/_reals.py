@@ -15,14 +15,13 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float
 
-from .._forms.form import reals_of, vector_of
+from .._forms.form import Form
 from .._forms.mesh import first_axis_whole, is_explicit, lay, vary, varying
 from .._slots.layout import Layout, Trainable, index_of
-from .._slots.match import per_slot, slot_gradients
 from .._slots.parts import Parts, Rest, put_together, take_apart
 from .._tree.structure import is_array
 from .._tree.text import count_of, describe
-from .._tree.types import PyTree, common_dtype, is_complex
+from .._tree.types import PyTree, is_complex
 
 
 class _ComplexPair(NamedTuple):
@@ -86,7 +85,7 @@ def _from_vector(layout: Layout, vector: jax.Array | np.ndarray) -> Reals:
             "expected a real vector, with complex parameters as pairs of reals (nested.real_vector), "
             f"got {vector.dtype}"
         )
-    cut = iter(reals_of(layout).cut(vector))
+    cut = iter(Form.reals(layout).cut(vector))
     return tuple(_ComplexPair(next(cut), next(cut)) if is_complex(slot.dtype) else next(cut) for slot in layout.slots)
 
 
@@ -97,8 +96,8 @@ def taken(layout: Layout, tangent: PyTree) -> Reals:
     """
     index, shape = index_of(layout), getattr(tangent, "shape", None)
     if shape == (layout.size,):
-        return in_reals(tuple(vector_of(layout).cut(tangent)))
-    length = reals_of(layout).blocks[0].size
+        return in_reals(tuple(Form.vector(layout).cut(tangent)))
+    length = Form.reals(layout).blocks[0].size
     if shape == (length,):
         return _from_vector(layout, tangent)
     if is_array(tangent) and not jtu.treedef_is_leaf(index.structure.treedef):
@@ -107,27 +106,7 @@ def taken(layout: Layout, tangent: PyTree) -> Reals:
             f"expected a vector of {layout.size} elements{pairs}, one per trained parameter, or a tree of the model's "
             f"structure, got an array of shape {jnp.shape(tangent)}"
         )
-    return in_reals(tuple(slot_gradients(index, tangent, "zeros", tied="first")))
-
-
-def given_back(layout: Layout, reals: Reals, tangent: PyTree) -> PyTree:
-    """Returns one value per slot in reals in the form of the tangent, a vector, a real vector or a tree.
-
-    No dtype is narrower than in the tangent.
-    """
-    shape = getattr(tangent, "shape", None)
-    if shape == (layout.size,):
-        return _no_narrower(vector_of(layout).join(from_reals(reals)), tangent)
-    if shape == (reals_of(layout).blocks[0].size,):
-        return _no_narrower(reals_of(layout).join(jax.tree.leaves(reals)), tangent)
-    index = index_of(layout)
-    entries = per_slot(index, tangent, "first")
-    return index.canonical(list(map(_no_narrower, from_reals(reals), entries)), index.structure.treedef)
-
-
-def _no_narrower(product: jax.Array, tangent: Any) -> jax.Array:
-    dtype = getattr(tangent, "dtype", product.dtype)
-    return product.astype(common_dtype([product.dtype, jax.dtypes.canonicalize_dtype(dtype)]))
+    return in_reals(tuple(index.gradients(tangent, "zeros", tied="first")))
 
 
 def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array, " n"], Callable[[Any], Any]]:
@@ -159,7 +138,7 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
         TypeError: as `tp.layout`.
     """
     parts = array_parts(model, trainable)
-    vector = reals_of(parts.layout).join(jax.tree.leaves(in_reals(parts.slots)))
+    vector = Form.reals(parts.layout).join(jax.tree.leaves(in_reals(parts.slots)))
     return vector, jtu.Partial(_restructured, parts.rest)
 
 

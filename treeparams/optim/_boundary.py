@@ -1,6 +1,5 @@
-"""The boundary between models and Optax: refusals, in which form a rule sees a model, which rows wait."""
+"""The boundary between models and Optax: a model that does not fit a state; which rows of stacks wait."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -11,17 +10,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import optax
-from jax.core import Tracer
 
-from .._forms.form import Form, stacks_in_groups, stacks_of, tree_of, vector_of, vectors_of
+from .._forms.form import Form
 from .._forms.states import Division
 from .._slots.layout import Layout, MisfitError, index_of
 from .._slots.parts import Parts, take_apart
-from .._tree.structure import flatten, is_array, structure_of
+from .._tree.structure import is_array, structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree
-from ._groups import GroupsState, check_groups, compared, groups_in
-from ._state import ONE, ClipState, Extended, History, ModelTransformation, TrainableState, map_injected, nodes_of
+from ._state import ONE, ClipState, History, TrainableState, map_injected, nodes_of
 from ._updates import MasterState
 
 
@@ -73,108 +70,6 @@ def parts_of(model: PyTree, layout: Layout, grads: PyTree = None) -> Parts[Any]:
         "the state was made from another tree (the first below) than this model (the second): write state = "
         f"tx.init(model) with the whole model, not eqx.filter(model, ...), and pass it each time:\n{differences}"
     )
-
-
-_ORDER = "the order is model, state = optim.step(tx, grads, state, model)"
-_PLAIN = "tx is plain Optax, which does not accept models: write tx = optim.trainable(tx), state = tx.init(model)"
-
-
-def check_arguments(tx: object, grads: PyTree, state: PyTree, model: PyTree) -> None:
-    """Refuses arguments of `optim.step` in another order, and a transformation that is not over one model."""
-    is_ours, states = isinstance(tx, ModelTransformation), nodes_of(TrainableState, state)
-    if len(states) > 1:
-        raise ValueError(f"the state is of {len(states)} transformations over models; {ONE}")
-    if states and not is_ours and states[0] is state:
-        raise TypeError(f"{_PLAIN}. The state is of another transformation")
-    if states:
-        return
-    is_elsewhere = any(nodes_of(TrainableState, each) for each in (grads, model))
-    if is_ours or is_elsewhere:
-        made = "" if is_elsewhere else "; write state = tx.init(model)"
-        raise TypeError(f"the third argument is the state, got {describe(state)}; {_ORDER}{made}")
-    raise TypeError(_PLAIN)
-
-
-def check_model(model: PyTree, parts: Parts[Any]) -> None:
-    """Checks that the places of each trained tie agree in a model that `init` received, if these are known."""
-    index, leaves = parts.index, jtu.tree_leaves(model)
-    for alias in index.ties:
-        pair = have, source = leaves[alias.leaf], leaves[alias.source]
-        is_seen = all(isinstance(each, (jax.Array, np.ndarray)) and not isinstance(each, Tracer) for each in pair)
-        if not (is_seen and index.trained[alias.source]) or (have is source and not alias.transforms):
-            continue
-        with jax.ensure_compile_time_eval():  # in a trace, too
-            want = alias.value_from(source, index.structure.spec(alias.source))
-            tolerance = float(jnp.finfo(want.dtype).eps) ** 0.5 if alias.transforms else 0.0  # many steps of rounding
-            is_equal = bool(jnp.allclose(have, want, tolerance, tolerance, equal_nan=True))
-        if not is_equal:
-            paths = index.structure.paths
-            raise ValueError(
-                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but does not have the value that the tie "
-                "gives; set it first: layout = tp.layout(model), model = tp.tie(model, layout)"
-            )
-
-
-def zeros_filled(model: PyTree, updates: PyTree) -> PyTree:
-    """Returns the updates, with a zero at each number and array of numbers that has no update."""
-    leaves, treedef = flatten(model)
-    return jtu.tree_unflatten(treedef, map(_or_zero, leaves, treedef.flatten_up_to(updates)))
-
-
-def _or_zero(leaf: Any, step: Any) -> Any:
-    """Returns the step, or else -0.0: adding it changes no number, whereas 0.0 would turn -0.0 into 0.0."""
-    if step is not None:
-        return step
-    if is_array(leaf):
-        # Nothing can be added to a PRNG key, so no update is right for code that adds one to each leaf.
-        is_number = leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number)
-        return jnp.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0) if is_number else None
-    # Numbers too: a plain `jax.jit` makes arrays of them.
-    kind: Any = type(leaf)
-    return kind(-0.0) if isinstance(leaf, (bool, int, float, complex, np.number, np.bool_)) else None
-
-
-# -- Forms -------------------------------------------------------------------------------------------------------------
-
-
-def form_for(tx: Extended, name: str, layout: Layout, *, is_apart: bool = False) -> Form:
-    """Returns the vector or the stacks in which a rule sees the parameters of a layout; apart, a row is a stack."""
-    if name == "vector":
-        # One vector of several dtypes has the widest of them, which would hide narrow parameters from `optim.master`.
-        form, by_dtype = vector_of(layout), vectors_of(layout)
-        return by_dtype if by_dtype != form and _has(MasterState, tx, form.shapes()) else form
-    has_any = layout.slots and _has(GroupsState, tx, {}) is not False
-    groups = _groups_for(tx, layout) if has_any else None
-    if groups is None and not is_apart:
-        return stacks_of(layout)
-    return stacks_in_groups(layout, groups or {None: range(len(layout.slots))}, is_apart=is_apart)
-
-
-def _has(kind: type, tx: Extended, shown: PyTree) -> bool | None:
-    """Returns whether a state of the rule has a node of this class; `None` if `init` fails, which will say why."""
-    with contextlib.suppress(Exception):
-        return bool(nodes_of(kind, jax.eval_shape(tx.init, shown)))
-    return None
-
-
-def _groups_for(tx: Extended, layout: Layout) -> dict[str, list[int]] | None:
-    """Returns the slots of each group of `optim.groups`; `None` if the rule has none."""
-    tree = tree_of(layout)
-    shown = compared(tree, jtu.tree_leaves(tree.shapes()))  # in which `per_leaf` looks at none
-    try:
-        nodes = nodes_of(GroupsState, jax.eval_shape(tx.init, shown))
-    except Exception:
-        if _has(GroupsState, tx, {}):
-            raise
-        return None  # its mask is for stacks
-    if not nodes:
-        return None
-    check_groups(nodes, index_of(layout))
-    divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
-    if any(each != divisions[0] for each in divisions) or any(list(groups_in(node.inner_states)) for node in nodes):
-        raise ValueError('form="stacks" makes stacks for one optim.groups, but there are several; chain within groups')
-    numbers = {slot.path: i for i, slot in enumerate(layout.slots)}
-    return {name: [numbers[path] for path in paths] for name, paths in divisions[0].items()}
 
 
 # -- Rows of stacks that wait in one update ----------------------------------------------------------------------------

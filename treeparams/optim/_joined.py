@@ -30,8 +30,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
-from .._forms.form import Form, stacks_in_groups, tree_of, vector_of
-from .._programs import Kind, Marks, Walk, kind_of, operation_name
+from .._forms.form import Form
+from .._programs import Kind, Marks, Walk, operation_name
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.parts import take_apart
 from .._tree.text import in_short
@@ -112,10 +112,10 @@ def _reason_of(rule: Extended, layout: Layout, form: Form, extra: Mapping[str, A
 
 def _ways(rule: Extended, small: Layout, few: Sequence[int], form: Form, more: int) -> tuple[list[Any], list[_Way]]:
     """Returns a few leaves, with axes that are longer by some elements, and the ways to show them joined and apart."""
-    tree = tree_of(small)
+    tree = Form.tree(small)
     if not form.is_stacks:
         # In one dtype: a vector has the widest one, and Optax makes the hyperparameters of complex leaves complex.
-        joined = vector_of(small)
+        joined = Form.vector(small)
         joined = dataclasses.replace(joined, blocks=(dataclasses.replace(joined.blocks[0], dtype=_SINGLE),))
         leaves = [jax.ShapeDtypeStruct(slot.shape, _SINGLE) for slot in small.slots]
         return leaves, [(each.join, each.members) for each in (joined, tree)]
@@ -126,7 +126,7 @@ def _ways(rule: Extended, small: Layout, few: Sequence[int], form: Form, more: i
     for keys, slots in zip(form.keys, form.members, strict=True):
         own = groups.setdefault(keys[0].key if len(keys) > 1 else None, [])
         own += [numbers[slot] for slot in slots if slot in numbers]
-    joined = stacks_in_groups(take_apart(leaves, None).layout, {name: sorted(own) for name, own in groups.items()})
+    joined = Form.in_groups(take_apart(leaves, None).layout, {name: sorted(own) for name, own in groups.items()})
     has_rows = nodes_of(PerLeafState, jax.eval_shape(rule.init, joined.shapes()))
     show = lambda form: functools.partial(_shown, form) if has_rows else form.join
     return leaves, [(show(each), each.members) for each in (joined, tree)]
@@ -322,7 +322,7 @@ class _Numbers(Walk[Value]):
 
     def step(self, eqn: Operation, its: list[Value]) -> Sequence[Value]:
         """Returns the numbers of the results of an operation."""
-        kind, name = kind_of(eqn), eqn.primitive.name
+        kind, name = Kind.of(eqn), eqn.primitive.name
         if Kind.SAME in kind or (name == "convert_element_type" and _keeps_numbers(eqn)):
             return its
         found: Sequence[Value | None]
@@ -374,7 +374,7 @@ class _Numbers(Walk[Value]):
 
     def operation(self, eqn: Operation, its: list[Value]) -> Sequence[Value]:
         """Returns the numbers of an operation of which nothing is known, or only that it is a function."""
-        if kind_of(eqn) and Kind.REF not in kind_of(eqn):
+        if Kind.of(eqn) and Kind.REF not in Kind.of(eqn):
             return self._whole(eqn, its)
         self.opaque.add(operation_name(eqn))
         self._kept.append(object())

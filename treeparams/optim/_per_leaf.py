@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Primitive
 
 from .._forms.form import Form
 from .._forms.mesh import is_sharded, laid_as, split
-from .._programs import Kind, Marks, kind_of
+from .._programs import Kind, Marks
 from .._tree.text import count_of, describe, in_short
 from .._tree.types import PyTree
 from ._groups import GroupsState, is_compared
@@ -283,7 +283,7 @@ class _Drawing(Marks):
     draws = False
 
     def operation(self, eqn: JaxprEqn, its: list[int]) -> Sequence[int]:
-        self.draws |= Kind.DRAWS in kind_of(eqn)
+        self.draws |= Kind.DRAWS in Kind.of(eqn)
         return super().operation(eqn, its)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._forms.states import Entries, Piece, Place, entries_of, joined
+from .._forms.states import Entries, Piece, Place, entries_of
 from .._slots.index import Index
 from .._slots.layout import index_of
 from .._slots.ties import Alias
@@ -306,7 +306,7 @@ def _arrays_for(history: History, own: Mapping[Name, Any], found: Mapping[Name, 
         its, like = found.get((entries, None)), copies.shared(entries)
         return _fitting((entries, None), _one_value(its, arrays), like, like.shape) if its else like
 
-    return joined(copies, piece, shared)
+    return copies.joined(piece, shared)
 
 
 def _one_value(names: Sequence[Name], arrays: Mapping[Name, Any]) -> Any:

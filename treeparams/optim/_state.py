@@ -22,7 +22,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from .._forms.states import Copies, Division, Entries, entries_of, regroup
+from .._forms.states import Copies, Division, Entries, entries_of
 from .._slots.layout import Layout, index_of, trained_at
 from .._tree.static_keys import contents
 from .._tree.structure import is_array
@@ -375,7 +375,7 @@ class History:
         if first.layout == self.layout and jtu.tree_structure(first.state) == treedef:
             return first.state
         History.check_no_memory(histories)
-        return jtu.tree_unflatten(treedef, regroup([each.copies for each in histories], self.copies))
+        return jtu.tree_unflatten(treedef, self.copies.regrouped([each.copies for each in histories]))
 
     @staticmethod
     def of_run(histories: "Sequence[History]") -> frozenset[Entries]:

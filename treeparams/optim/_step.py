@@ -4,6 +4,7 @@ A rule sees the parameters that have a gradient in one form: the canonical tree,
 copies of that form (see `_forms.states`), divided once, when the state is made.
 """
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -17,19 +18,20 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._forms.form import Form, tree_of
-from .._forms.states import Division, Entries, divide
+from .._forms.form import Form
+from .._forms.states import Division, Entries
 from .._slots.accidents import warn_of_parted_ties
 from .._slots.layout import Layout, Trainable, index_of, trained_at
-from .._slots.match import slot_gradients
 from .._slots.parts import Parts, kept_arrays, take_apart
+from .._tree.structure import flatten, is_array
 from .._tree.text import describe, first_few, warn
 from .._tree.types import PyTree, common_dtype, is_complex
-from ._boundary import check_model, check_run, form_for, parts_of, rows_of, zeros_filled
+from ._boundary import check_run, parts_of, rows_of
+from ._groups import GroupsState, check_groups, compared, groups_in
 from ._joined import check_form, couples_late, few_alike
 from ._per_leaf import check_rows
-from ._state import ONE, History, TrainableState, in_own_buffers, nodes_of, noticed, settled, state_of, steady
-from ._updates import ScaledState, check_names, copies_in, spread, told
+from ._state import ONE, Extended, History, TrainableState, in_own_buffers, nodes_of, noticed, settled, state_of, steady
+from ._updates import MasterState, ScaledState, check_names, copies_in, spread, told
 
 
 def added(path: str, leaf: jax.Array | np.ndarray, step: jax.Array | np.ndarray | None) -> jax.Array | np.ndarray:
@@ -46,7 +48,7 @@ def added(path: str, leaf: jax.Array | np.ndarray, step: jax.Array | np.ndarray 
     return jax.lax.convert_element_type(leaf.astype(dtype) + step.astype(dtype), leaf.dtype)
 
 
-# -- Narrow parameters -------------------------------------------------------------------------------------------------
+# -- Narrow parameters -----------------------------------------------------------------------------------------------
 
 
 def counting(state: TrainableState) -> TrainableState:
@@ -95,7 +97,7 @@ def _effect(leaf: jax.Array, step: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(has_moved, _MOVES, is_lost.astype(jnp.int8)), initial=0).astype(jnp.int32)
 
 
-# -- What a rule sees in one update ------------------------------------------------------------------------------------
+# -- What a rule sees in one update ----------------------------------------------------------------------------------
 
 Run = Callable[[PyTree], tuple[PyTree, PyTree]]
 """From a state of the rule to its steps for the gradients, and its next state."""
@@ -156,7 +158,7 @@ class Sight:
         return self.parts.model([own if new is None else new for new, own in found])
 
 
-# -- The rule ----------------------------------------------------------------------------------------------------------
+# -- The rule --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -181,10 +183,10 @@ class Rule:
     def form_of(self, layout: Layout) -> Form:
         """Returns the form in which the rule sees the parameters of a layout."""
         if self.form == "tree":
-            return tree_of(layout)
+            return Form.tree(layout)
         if not isinstance(self.form, str):
             return self.form(layout)
-        return self._remembered(layout, "form", functools.partial(form_for, self.tx, self.form, layout))
+        return self._remembered(layout, "form", functools.partial(_form_for, self.tx, self.form, layout))
 
     def _remembered(self, layout: Layout, name: str, make: Callable[[], Any]) -> Any:
         """Returns the value that the rule has computed for a layout, kept as long as both live."""
@@ -208,7 +210,7 @@ class Rule:
         parts = take_apart(params, self.trainable)
         if not isinstance(self.trainable, Layout):
             warn_of_parted_ties(parts.index, jtu.tree_leaves(params))
-        check_model(params, parts)
+        _check_model(params, parts)
         return self.start(parts)
 
     def start(self, parts: Parts[Any]) -> TrainableState:
@@ -264,7 +266,7 @@ class Rule:
         def couples() -> bool:
             positions = index_of(layout).positions
             few = trained_at(layout, [positions[slot] for slot in few_alike(layout)])
-            form = form_for(self.tx, "stacks", few, is_apart=True) if self.form == "stacks" else tree_of(few)
+            form = _form_for(self.tx, "stacks", few, is_apart=True) if self.form == "stacks" else Form.tree(few)
             return couples_late(self.tx, form, History(few, *_state_for(self.tx.init, form)), self.trial)
 
         if self._remembered(layout, "couples late", couples):
@@ -282,7 +284,7 @@ class Rule:
             raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
         parts, steps, after = self.step(updates, state, params, extra)
         tree = parts.everywhere(steps)
-        return tree if self.missing is None else zeros_filled(params, tree), after
+        return tree if self.missing is None else _zeros_filled(params, tree), after
 
     def step(self, grads: PyTree, state: Any, model: PyTree, extra: Any) -> tuple[Parts[Any], list[Any], Any]:
         """Takes one step: returns the model's parts, the step of each slot, and the next state."""
@@ -350,7 +352,7 @@ class Rule:
         if absent and self.form == "tree":
             slots = [slot for slot, given in enumerate(gradients) if given is not None]
             layout = trained_at(layout, [parts.index.positions[slot] for slot in slots])
-            return Sight(parts, layout, tree_of(layout), slots), gradients
+            return Sight(parts, layout, Form.tree(layout), slots), gradients
         form, rows = self.form_of(layout), None
         if self.form == "stacks" and (absent or active is not None):
             rows = rows_of(layout, form, absent, {} if active is None else active)
@@ -395,7 +397,7 @@ class Rule:
         if grads is None or isinstance(grads, (bool, int)):
             raise TypeError(f"expected a tree of gradients, as tp.grad(loss)(model) returns it, got {describe(grads)}")
         index = parts.index
-        gradients = slot_gradients(index, grads, None, wide=True)
+        gradients = index.gradients(grads, None, wide=True)
         for slot in index.complex_slots:
             # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
             if gradients[slot] is not None:
@@ -438,4 +440,86 @@ def _state_for(init: Callable[[PyTree], PyTree], form: Form, made: PyTree = None
         state = jax.eval_shape(init, form.shapes())
     else:
         state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
-    return state, divide(init, form, state)
+    return state, Division.of(init, form, state)
+
+
+# -- What is refused, and in which form a rule sees a model ------------------------------------------------------------
+
+
+def _check_model(model: PyTree, parts: Parts[Any]) -> None:
+    """Checks that the places of each trained tie agree in a model that `init` received, if these are known."""
+    index, leaves = parts.index, jtu.tree_leaves(model)
+    for alias in index.ties:
+        pair = have, source = leaves[alias.leaf], leaves[alias.source]
+        is_seen = all(isinstance(each, (jax.Array, np.ndarray)) and not isinstance(each, Tracer) for each in pair)
+        if not (is_seen and index.trained[alias.source]) or (have is source and not alias.transforms):
+            continue
+        with jax.ensure_compile_time_eval():  # in a trace, too
+            want = alias.value_from(source, index.structure.spec(alias.source))
+            tolerance = float(jnp.finfo(want.dtype).eps) ** 0.5 if alias.transforms else 0.0  # many steps of rounding
+            is_equal = bool(jnp.allclose(have, want, tolerance, tolerance, equal_nan=True))
+        if not is_equal:
+            paths = index.structure.paths
+            raise ValueError(
+                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but does not have the value that the tie "
+                "gives; set it first: layout = tp.layout(model), model = tp.tie(model, layout)"
+            )
+
+
+def _form_for(tx: Extended, name: str, layout: Layout, *, is_apart: bool = False) -> Form:
+    """Returns the vector or the stacks in which a rule sees the parameters of a layout; apart, a row is a stack."""
+    if name == "vector":
+        # One vector of several dtypes has the widest of them, which would hide narrow parameters from `optim.master`.
+        form, by_dtype = Form.vector(layout), Form.vectors(layout)
+        return by_dtype if by_dtype != form and _has(MasterState, tx, form.shapes()) else form
+    has_any = layout.slots and _has(GroupsState, tx, {}) is not False
+    groups = _groups_for(tx, layout) if has_any else None
+    if groups is None and not is_apart:
+        return Form.stacks(layout)
+    return Form.in_groups(layout, groups or {None: range(len(layout.slots))}, is_apart=is_apart)
+
+
+def _has(kind: type, tx: Extended, shown: PyTree) -> bool | None:
+    """Returns whether a state of the rule has a node of this class; `None` if `init` fails, which will say why."""
+    with contextlib.suppress(Exception):
+        return bool(nodes_of(kind, jax.eval_shape(tx.init, shown)))
+    return None
+
+
+def _groups_for(tx: Extended, layout: Layout) -> dict[str, list[int]] | None:
+    """Returns the slots of each group of `optim.groups`; `None` if the rule has none."""
+    tree = Form.tree(layout)
+    shown = compared(tree, jtu.tree_leaves(tree.shapes()))  # in which `per_leaf` looks at none
+    try:
+        nodes = nodes_of(GroupsState, jax.eval_shape(tx.init, shown))
+    except Exception:
+        if _has(GroupsState, tx, {}):
+            raise
+        return None  # its mask is for stacks
+    if not nodes:
+        return None
+    check_groups(nodes, index_of(layout))
+    divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
+    if any(each != divisions[0] for each in divisions) or any(list(groups_in(node.inner_states)) for node in nodes):
+        raise ValueError('form="stacks" makes stacks for one optim.groups, but there are several; chain within groups')
+    numbers = {slot.path: i for i, slot in enumerate(layout.slots)}
+    return {name: [numbers[path] for path in paths] for name, paths in divisions[0].items()}
+
+
+def _zeros_filled(model: PyTree, updates: PyTree) -> PyTree:
+    """Returns the updates, with a zero at each number and array of numbers that has no update."""
+    leaves, treedef = flatten(model)
+    return jtu.tree_unflatten(treedef, map(_or_zero, leaves, treedef.flatten_up_to(updates)))
+
+
+def _or_zero(leaf: Any, step: Any) -> Any:
+    """Returns the step, or else -0.0: adding it changes no number, whereas 0.0 would turn -0.0 into 0.0."""
+    if step is not None:
+        return step
+    if is_array(leaf):
+        # Nothing can be added to a PRNG key, so no update is right for code that adds one to each leaf.
+        is_number = leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number)
+        return jnp.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0) if is_number else None
+    # Numbers too: a plain `jax.jit` makes arrays of them.
+    kind: Any = type(leaf)
+    return kind(-0.0) if isinstance(leaf, (bool, int, float, complex, np.number, np.bool_)) else None

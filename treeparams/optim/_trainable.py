@@ -10,16 +10,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from .._forms.form import Form, cut_blocks, stacks_of, tree_of, vector_of
+from .._forms.form import Form
 from .._forms.states import Division
 from .._grad import value_and_grad
 from .._slots.layout import Layout, Trainable, look_up, trained_at
-from .._slots.match import per_slot
 from .._slots.parts import Parts, take_apart
 from .._tree.paths import nearest
 from .._tree.structure import structure_of
+from .._tree.text import describe
 from .._tree.types import PyTree
-from ._boundary import check_arguments
 from ._per_leaf import PerLeafState
 from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, model_state, nodes_of, rule_of
 from ._step import Rule, added
@@ -204,13 +203,13 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
             return _with_steps(parts, steps, after), after
         updates, after = update(grads, state, model, **extra)
     except Exception:
-        check_arguments(tx, grads, state, model)  # plain Optax fails at a model in ways that name no reason
+        _check_arguments(tx, grads, state, model)  # plain Optax fails at a model in ways that name no reason
         raise
     states = nodes_of(TrainableState, after)
     if len(states) != 1:
-        check_arguments(tx, grads, after, model)
+        _check_arguments(tx, grads, after, model)
     parts = take_apart(model, states[0].layout)
-    return _with_steps(parts, per_slot(parts.index, updates, "first", exact_shapes=True), states[0]), after
+    return _with_steps(parts, parts.index.per_slot(updates, "first", exact_shapes=True), states[0]), after
 
 
 def _with_steps(parts: Parts[M], steps: Sequence[Any], state: TrainableState | None = None) -> M:
@@ -233,8 +232,29 @@ def _copies(state: Any) -> dict[str, jax.Array]:
     for owners, copy in [pair for run, division in divisions for pair in copies_in(run, division)]:
         length = None if owners.axis is None else copy.shape[owners.axis]
         block = dataclasses.replace(owners.block, dtype=copy.dtype, dtypes=(), length=length)
-        found |= zip(owners.paths, cut_blocks([block], [copy])[0], strict=True)
+        form = Form(jtu.tree_structure(0), (block,), (tuple(range(len(owners.paths))),), owners.paths, "a copy")
+        found |= zip(owners.paths, form.cut_leaves([copy]), strict=True)
     return found
+
+
+_ORDER = "the order is model, state = optim.step(tx, grads, state, model)"
+_PLAIN = "tx is plain Optax, which does not accept models: write tx = optim.trainable(tx), state = tx.init(model)"
+
+
+def _check_arguments(tx: object, grads: PyTree, state: PyTree, model: PyTree) -> None:
+    """Refuses arguments of `optim.step` in another order, and a transformation that is not over one model."""
+    is_ours, states = isinstance(tx, ModelTransformation), nodes_of(TrainableState, state)
+    if len(states) > 1:
+        raise ValueError(f"the state is of {len(states)} transformations over models; {ONE}")
+    if states and not is_ours and states[0] is state:
+        raise TypeError(f"{_PLAIN}. The state is of another transformation")
+    if states:
+        return
+    is_elsewhere = any(nodes_of(TrainableState, each) for each in (grads, model))
+    if is_ours or is_elsewhere:
+        made = "" if is_elsewhere else "; write state = tx.init(model)"
+        raise TypeError(f"the third argument is the state, got {describe(state)}; {_ORDER}{made}")
+    raise TypeError(_PLAIN)
 
 
 def apply_updates(model: M, updates: PyTree) -> M:
@@ -268,7 +288,7 @@ def apply_updates(model: M, updates: PyTree) -> M:
     # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
     layout, index = look_up(structure_of(model)[2], None)
     parts = take_apart(model, trained_at(layout, index.distinct))
-    return _with_steps(parts, per_slot(parts.index, updates, "first", exact_shapes=True))
+    return _with_steps(parts, parts.index.per_slot(updates, "first", exact_shapes=True))
 
 
 def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.Array, PyTree]]:
@@ -391,7 +411,7 @@ def _applied(f: Callable[[Any, Any], Any], run: PyTree, shown: PyTree) -> PyTree
 def _form_of(layout: Layout, division: Division) -> Form:
     """Returns the form of the parameters that a state holds copies of."""
     owned = {(each.paths, each.axis is None) for each in division.owners if each is not None}
-    for make in (tree_of, vector_of, stacks_of):
+    for make in (Form.tree, Form.vector, Form.stacks):
         form = make(layout)
         blocks = zip(form.members, form.blocks, strict=True)
         known = {(tuple([form.paths[slot] for slot in slots]), block.length is None) for slots, block in blocks}

@@ -13,7 +13,7 @@ from .._files.file import Draft, File, Inventory, StoredAs, bytes_of, stored_as
 from .._files.names import name_of
 from .._files.source import InMemory, aligned, crc32
 from .._forms.block import Block
-from .._forms.form import Form, tree_of
+from .._forms.form import Form
 from .._forms.restructure import Restructure, halves_of
 from .._slots.layout import Layout
 from .._tree.paths import nearest
@@ -198,7 +198,7 @@ def _form_from(received: "_Message", have: Any, restructure: object) -> Any:
     """Returns the vector or the stacks that a message makes from others."""
     (layout, form), said = _layout_and_form(restructure), received.words.get("layout")
     if said != layout.digest:
-        slots = Contents(tree_of(layout).shapes())
+        slots = Contents(Form.tree(layout).shapes())
         leaves = {name: i for i, name in slots.names.items()}
         differ = list(unlike_leaves(slots, leaves, received))
         differ = differ or ["its arrays fit; trained parameters or ties differ, so compare tp.layout(model) of both"]

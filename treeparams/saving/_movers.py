@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._files.names import Names
-from .._programs import Kind, Walk, bind, is_floating, is_linear, kind_of
+from .._programs import Kind, Walk, bind, is_floating, is_linear
 from .._tree.paths import nearest
 from .._tree.text import describe
 from .._tree.types import common_dtype, is_complex
@@ -226,7 +226,7 @@ class _Linear(Walk[Any]):
         if not any(own):
             with jax.ensure_compile_time_eval():
                 return [_UNKNOWN] * len(eqn.outvars) if is_unknown else bind(eqn, its)
-        name, kind, program = eqn.primitive.name, kind_of(eqn), self.program_of(eqn)
+        name, kind, program = eqn.primitive.name, Kind.of(eqn), self.program_of(eqn)
         if program is not None and name != "shard_map":
             return self.run(program, its)
         operands, made = ([var.aval for var in some] for some in cast(Any, (eqn.invars, eqn.outvars)))

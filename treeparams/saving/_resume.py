@@ -17,7 +17,7 @@ import optax
 from .._files.file import File
 from .._files.names import is_below, split_name
 from .._files.values import histories_in, specs_in
-from .._forms.form import tree_of
+from .._forms.form import Form
 from .._forms.states import Copies, Division, Entries, Owners, entries_of
 from .._slots.index import Index
 from .._slots.layout import Layout, index_of, trained_at
@@ -146,7 +146,7 @@ class _Like:
     def node(self, node: PyTree, at: Entries) -> PyTree:
         """Returns the node at some entries; new arrays are shapes."""
         if at in self._trees:  # a copy of the canonical tree
-            before, after = tree_of(self._before), tree_of(self._after)
+            before, after = Form.tree(self._before), Form.tree(self._after)
             there = dict(zip(before.entries, before.treedef.flatten_up_to(node), strict=True))
             return after.treedef.unflatten([self._one(there, entries, at) for entries in after.entries])
         if at in self._joined:

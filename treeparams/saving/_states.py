@@ -28,7 +28,7 @@ from .._average import Ema
 from .._files.arrays import Like, as_in_jax, placed, placed_in_turn
 from .._files.names import Names, head_of, is_below, name_of, split_name
 from .._files.values import histories_in, specs_in
-from .._forms.states import Copies, Division, Entries, Owners, Piece, Place, entries_of, joined
+from .._forms.states import Copies, Division, Entries, Owners, Piece, Place, entries_of
 from .._slots.layout import index_of, trained_at
 from .._slots.parts import kept_arrays, with_kept_arrays
 from .._tree.paths import join_path, split_path, unquote
@@ -289,7 +289,7 @@ class _Moving:
             part, index = _part_of(self.copies, paths), index_of(made.layout)
             layout = trained_at(made.layout, [index.structure.index[path] for path in paths])
             made = like_history(made, layout, part)
-        arrays = joined(part, self._piece if home else self._begun, functools.partial(self._shared, home))
+        arrays = part.joined(self._piece if home else self._begun, functools.partial(self._shared, home))
         made = made.holding(dict(zip(part.arrays, self._as_fresh(part, arrays), strict=True)))
         return dataclasses.replace(made, count=jnp.asarray(home.count if home else 0, jnp.int32))
 

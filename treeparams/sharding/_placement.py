@@ -16,32 +16,20 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._forms.form import Form, stacks_of, tree_of, vector_of
+from .._forms.form import Form
 from .._forms.restructure import Restructure, halves_of, restructure_over
-from .._forms.states import divide
+from .._forms.states import Division
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
-from .._tree.declare import holds_buffers
-from .._tree.text import Table, describe
+from .._tree.text import Table, describe, first_lines
 from .._tree.types import PyTree
-from ._specs import (
-    Asked,
-    Axes,
-    FormName,
-    Matched,
-    Place,
-    Rule,
-    Rules,
-    axes_named,
-    group_of,
-    join_over,
-    matches,
-    put_leaf,
-    spec_of,
-)
+from ._specs import Axes, FormName, Place, Rules, axes_named, group_of, join_over, put_leaf, spec_of
 
 _Make = Callable[[PyTree], PyTree]
+_Rule = str | PartitionSpec
+_Matched = tuple[Any, _Rule]
+"""The `where` that selects a parameter, and its rule."""
 _Entries = list[Any]
 """The entries of the `PartitionSpec` of an array, one for each axis."""
 
@@ -57,7 +45,7 @@ def _entries_at(make: _Make, form: Form, specs: Sequence[PartitionSpec], start: 
     found: list[_Entries] = [[None] * array.ndim for array in arrays]
     if not any(map(any, specs)):
         return found
-    division = divide(make, form, start)
+    division = Division.of(make, form, start)
     if division.problem:
         raise ValueError(division.problem)
     block_of = {tuple([form.paths[slot] for slot in slots]): i for i, slots in enumerate(form.members)}
@@ -83,6 +71,23 @@ def _as_block(shape: tuple[int, ...], axis: int | None, block: tuple[int, ...], 
     return entries
 
 
+def _matches(layout: Layout, rules: Rules, frozen: frozenset[int]) -> dict[int, _Matched]:
+    """Returns the rule of each leaf that a rule selects, with its `where`. Each slot must be selected.
+
+    `frozen` are the leaves of frozen parameters that a rule may select.
+    """
+    items, index = list(rules.items()), index_of(layout)
+    paths = index.structure.paths
+    found = index.first_entries(list(rules), asked=frozen.union(index.positions))
+    missing = [repr(paths[leaf]) for leaf in index.positions if leaf not in found]
+    if missing:
+        raise ValueError(
+            f"no rule matches\n{first_lines(missing)}\nadd a last rule for all other parameters: "
+            '{..., "**": "split"}, or "whole" if they are small'
+        )
+    return {leaf: items[number] for leaf, number in found.items()}
+
+
 class _Frozen:
     """How each frozen parameter is sharded. Static.
 
@@ -90,7 +95,7 @@ class _Frozen:
     object.
     """
 
-    def __init__(self, layout: Layout, matched: Mapping[int, Matched], axes: Axes, name: str) -> None:
+    def __init__(self, layout: Layout, matched: Mapping[int, _Matched], axes: Axes, name: str) -> None:
         """Applies the rules to the leaves that have one. `name` is the form, as users call it."""
         leaves, index = _frozen_leaves(layout), index_of(layout)
         paths = index.structure.paths
@@ -135,7 +140,7 @@ def frozen_sources(layout: Layout) -> frozenset[int]:
 def _frozen_leaves(layout: Layout) -> list[int]:
     """Returns the leaves of frozen parameters, without buffers."""
     index = index_of(layout)
-    nodes = [node for node in index.structure.nodes if holds_buffers(node.cls)]
+    nodes = [node for node, said in index.structure.declaring if said.holds_buffers]
     buffers = {leaf for node in nodes for leaf in range(node.start, node.stop)}
     return [leaf for leaf in index.structure.parameters if not index.trained[leaf] and leaf not in buffers]
 
@@ -154,17 +159,17 @@ class _Laid(NamedTuple):
 
 
 MAKERS: dict[str, Callable[[Layout, int], Form]] = {
-    "tree": lambda layout, multiple: tree_of(layout),
-    "vector": lambda layout, multiple: vector_of(layout, pad_to=multiple),
+    "tree": lambda layout, multiple: Form.tree(layout),
+    "vector": lambda layout, multiple: Form.vector(layout, pad_to=multiple),
 }
 """Makers of forms without rows, by the names that users write; vectors are padded to a multiple of a number."""
 
 
-def _in_blocks(name: str, layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
+def _in_blocks(name: str, layout: Layout, matched: Sequence[_Matched], axes: Axes) -> _Laid:
     rules = [rule for _, rule in matched]
     names = {each for rule in rules for each in (axes.split if rule == "split" else axes_named(rule))}
     form = MAKERS[name](layout, math.lcm(_ALIGNED, axes.along(sorted(names))))
-    asked = list[Asked]()
+    asked = list[tuple[str, _Matched, tuple[int, ...], int | None]]()
     for block, members in zip(form.blocks, form.members, strict=True):
         rule = _one_rule([(layout.slots[slot].path, rules[slot]) for slot in members])
         is_one = block.length is None
@@ -180,7 +185,7 @@ def _who(slot: Slot) -> str:
     return f"{slot.path!r} ({describe(slot)})"
 
 
-def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
+def _one_rule(members: Sequence[tuple[str, _Rule]]) -> _Rule:
     """Returns the rule that all members of one array share, from the path and rule of each."""
     path, rule = members[0] if members else ("", "whole")
     other = next((each for each in members if group_of(each[1]) != group_of(rule)), None)
@@ -192,7 +197,7 @@ def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
     return rule
 
 
-def _in_stacks(layout: Layout, matched: Sequence[Matched], axes: Axes) -> _Laid:
+def _in_stacks(layout: Layout, matched: Sequence[_Matched], axes: Axes) -> _Laid:
     keys = [slot.key for slot in layout.slots]
     owned = collections.Counter(key for key, (_, rule) in zip(keys, matched, strict=True) if rule == "owned")
     pairs = zip(layout.slots, matched, strict=True)
@@ -229,7 +234,7 @@ class Placement:
         if name not in (*MAKERS, "stacks"):
             raise ValueError(f'form must be "tree", "vector" or "stacks", got {name!r}')
         axes.check(rules)
-        by_leaf = matches(layout, rules, frozen_sources(layout))
+        by_leaf = _matches(layout, rules, frozen_sources(layout))
         self.layout = layout
         self.axes = axes
         self.name: FormName = name  # of the form, as users call it
@@ -274,7 +279,7 @@ class Placement:
     @property
     def in_files(self) -> Form:
         """The form that does not depend on rules and devices."""
-        return stacks_of(self.layout) if self.name == "stacks" else MAKERS[self.name](self.layout, _ALIGNED)
+        return Form.stacks(self.layout) if self.name == "stacks" else MAKERS[self.name](self.layout, _ALIGNED)
 
     def tree(self, leaves: Sequence[Any]) -> PyTree:
         """Returns the tree of the parameters with these leaves."""

@@ -16,7 +16,7 @@ from .._average import Ema
 from .._forms.form import Form
 from .._forms.mesh import automatic
 from .._forms.restructure import Restructure, released
-from .._forms.states import divide
+from .._forms.states import Division
 from .._slots.accidents import keep_apart
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, put_together, take_apart
@@ -26,7 +26,7 @@ from ..optim._state import ModelTransformation, extended, nodes_of, settled, ste
 from ..optim._step import added
 from ..optim._updates import ByParameter, MasterState, copies_in, landed, spread, told
 from ._placement import Placement
-from ._specs import FormName, Rules, axes_of, put_leaf
+from ._specs import Axes, FormName, Rules, put_leaf
 
 Average = float | Callable[[Any], Ema[Any]]
 """A decay, or a function that makes the average of parameters."""
@@ -85,7 +85,7 @@ class Update:
         if not nodes_of(MasterState, state):
             return {}
         blocks = {tuple([self.form.paths[slot] for slot in slots]): i for i, slots in enumerate(self.form.members)}
-        division = divide(self.rule.init, self.form, state)
+        division = Division.of(self.rule.init, self.form, state)
         return {blocks[owners.paths]: copy for owners, copy in copies_in(state, division)}
 
 
@@ -398,7 +398,7 @@ def plan(
     """
     # Not the first of `jax.devices()`, which may be another one, and over several processes that of another process.
     here = [*jnp.zeros(()).sharding.device_set]
-    axes = axes_of(Mesh(np.array(here), ("data",)) if mesh is None else mesh, axis, batch_axis)
+    axes = Axes.of(Mesh(np.array(here), ("data",)) if mesh is None else mesh, axis, batch_axis)
     rest = None if isinstance(model, Layout) else take_apart(model, None).rest
     layout = model if rest is None else rest.layout
     is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(model))

@@ -13,21 +13,20 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._forms.block import Block
 from .._forms.mesh import automatic, lay, mesh_within
-from .._slots.layout import Layout, index_of
 from .._slots.where import name_of
 from .._tree.text import describe, first_lines, quoted
 from .._tree.types import is_key
 
 Rule = str | PartitionSpec
 Rules = Mapping[Any, Rule]
-Matched = tuple[Any, Rule]
+_Matched = tuple[Any, Rule]
 """The `where` that selects a parameter, and its rule."""
 FormName = Literal["tree", "vector", "stacks"]
 AxisNames = str | Sequence[str] | None
 _WORDS = ("split", "owned", "whole")
 
 
-Asked = tuple[str, Matched, tuple[int, ...], int | None]
+_Asked = tuple[str, _Matched, tuple[int, ...], int | None]
 """What an error calls an array that is to lie by a rule; the rule; its shape, or that of the row of a stack; and how
 many rows of its shape devices are to own (`None` if it is no row of a stack)."""
 
@@ -38,6 +37,37 @@ class Axes(NamedTuple):
     mesh: Mesh | AbstractMesh
     split: tuple[str, ...]
     batch: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -> "Axes":
+        """Checks the axes that a user chose, and returns them."""
+        if not isinstance(mesh, (Mesh, AbstractMesh)):
+            raise TypeError(f'expected a mesh, such as jax.make_mesh((8,), ("data",)), got {describe(mesh)}')
+        given = {"axis": axis, "batch_axis": batch_axis}
+        for name, value in given.items():
+            if not (value is None or isinstance(value, str) or all(isinstance(each, str) for each in _sequence(value))):
+                raise TypeError(f"{name} must be the name of an axis of the mesh, or a tuple of names, got {value!r}")
+            unknown = [each for each in _axes_in(value) if each not in mesh.axis_names]
+            if unknown:
+                raise ValueError(f"{name}: the mesh has no axis {unknown[0]!r}; its axes are {quoted(mesh.axis_names)}")
+        split, batch = _axes_in(axis), _axes_in(batch_axis)
+        if not split and not batch:
+            if len(mesh.axis_names) > 1:
+                first = "name with axis= those to split parameters over"
+                second = "with batch_axis= those to split the batch over, if they differ"
+                raise ValueError(f"the mesh has the axes {quoted(mesh.axis_names)}: {first}, and {second}")
+            split = tuple(mesh.axis_names)
+        split, batch = split or batch, batch or split
+        if not set(split) <= set(batch):
+            what = f"axis={axis!r}, but the batch is split over {batch_axis!r}"
+            why = "devices along an axis that does not split the batch would all compute the same"
+            tensor = "for tensor parallelism, which XLA does, write a PartitionSpec as the rule"
+            raise ValueError(f"{what}: {why}. Name it in batch_axis too; {tensor}")
+        if AxisType.Manual in mesh.axis_types:
+            raise ValueError("axes of the mesh are manual, as inside jax.shard_map; make the plan outside of it")
+        if problem := _mixed(mesh, batch):
+            raise ValueError(problem)
+        return cls(mesh, split, batch)
 
     @property
     def devices(self) -> int:
@@ -72,7 +102,7 @@ class Axes(NamedTuple):
             if isinstance(rule, PartitionSpec) and (problem := next(_problems(rule, self), "")):
                 raise ValueError(f"{name_of(where)}, {_axes_as_text(rule)}: {problem}")
 
-    def places(self, asked: Sequence[Asked], name: str) -> "list[Place]":
+    def places(self, asked: Sequence[_Asked], name: str) -> "list[Place]":
         """Returns the place of each array in a form of this name; raises an error that lists those that do not fit."""
         found = [_place(shape, rule, self, rows, name) for _, (_, rule), shape, rows in asked]
         pairs = zip(asked, found, strict=True)
@@ -104,39 +134,6 @@ class Place(NamedTuple):
     def devices(self, axes: Axes) -> int:
         """Returns the number of devices that share one such array."""
         return axes.along([*axes_named(self.spec), *(axes.split if self.is_owned else ())])
-
-
-def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -> Axes:
-    """Checks the axes that a user chose, and returns them."""
-    if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise TypeError(f'expected a mesh, such as jax.make_mesh((8,), ("data",)), got {describe(mesh)}')
-    given = {"axis": axis, "batch_axis": batch_axis}
-    for name, value in given.items():
-        if not (value is None or isinstance(value, str) or all(isinstance(each, str) for each in _sequence(value))):
-            raise TypeError(f"{name} must be the name of an axis of the mesh, or a tuple of names, got {value!r}")
-        unknown = [each for each in _axes_in(value) if each not in mesh.axis_names]
-        if unknown:
-            raise ValueError(f"{name}: the mesh has no axis {unknown[0]!r}; its axes are {quoted(mesh.axis_names)}")
-    split, batch = _axes_in(axis), _axes_in(batch_axis)
-    if not split and not batch:
-        if len(mesh.axis_names) > 1:
-            raise ValueError(
-                f"the mesh has the axes {quoted(mesh.axis_names)}: name with axis= those to split parameters over, and "
-                "with batch_axis= those to split the batch over, if they differ"
-            )
-        split = tuple(mesh.axis_names)
-    split, batch = split or batch, batch or split
-    if not set(split) <= set(batch):
-        raise ValueError(
-            f"axis={axis!r}, but the batch is split over {batch_axis!r}: devices along an axis that does not split the "
-            "batch would all compute the same. Name it in batch_axis too; for tensor parallelism, which XLA does, "
-            "write a PartitionSpec as the rule"
-        )
-    if AxisType.Manual in mesh.axis_types:
-        raise ValueError("axes of the mesh are manual, as inside jax.shard_map; make the plan outside of it")
-    if problem := _mixed(mesh, batch):
-        raise ValueError(problem)
-    return Axes(mesh, split, batch)
 
 
 def _mixed(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> str:
@@ -181,23 +178,6 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
     for dim, entry in enumerate(spec):
         if len({name in axes.batch for name in _axes_in(entry)}) > 1:
             yield f"axis {dim} is split along the batch and along another axis of the mesh at once"
-
-
-def matches(layout: Layout, rules: Rules, frozen: frozenset[int]) -> dict[int, Matched]:
-    """Returns the rule of each leaf that a rule selects, with its `where`. Each slot must be selected.
-
-    `frozen` are the leaves of frozen parameters that a rule may select.
-    """
-    items, index = list(rules.items()), index_of(layout)
-    paths = index.structure.paths
-    found = index.first_entries(list(rules), asked=frozen.union(index.positions))
-    missing = [repr(paths[leaf]) for leaf in index.positions if leaf not in found]
-    if missing:
-        raise ValueError(
-            f"no rule matches\n{first_lines(missing)}\nadd a last rule for all other parameters: "
-            '{..., "**": "split"}, or "whole" if they are small'
-        )
-    return {leaf: items[number] for leaf, number in found.items()}
 
 
 def _place(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, Place]:

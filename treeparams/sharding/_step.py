@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._forms.form import Form
 from .._forms.mesh import automatic, lay, mesh_within
 from .._forms.restructure import Restructure
-from .._forms.states import Copies, regroup
+from .._forms.states import Copies
 from .._slots.layout import index_of
 from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe, first_lines
@@ -282,7 +282,7 @@ class Step:
         make = lambda params: (params, *self._update.start(params))
         tree, like = (params, state.rule, state.average), jax.eval_shape(make, to.shapes())
         whole = jax.tree.map(lambda leaf: put_leaf(leaf, self._placement.whole, is_own=True), tree)
-        made = regroup([Copies.of(make, source, whole)], Copies.of(make, to, like))
+        made = Copies.of(make, to, like).regrouped([Copies.of(make, source, whole)])
         params, rule, average = jtu.tree_unflatten(jtu.tree_structure(like), made)
         return params, dataclasses.replace(state, rule=rule, average=average)
 
