@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from ._slots.accidents import note_ties
 from ._slots.layout import Layout, look_up
-from ._slots.where import name_of, read, select, subtreedefs
+from ._slots.where import name_of, read, select
 from ._tree.structure import Structure, is_array, structure_of
 from ._tree.text import describe, in_short
 from ._tree.types import value_of
@@ -110,11 +110,10 @@ def _settable_node(structure: Structure, leaf: int, where: object, span: Any, le
         return None
     cls = structure.nodes[span.number].cls
     if getattr(cls, "is_made_of_its_value", False):
-        return jtu.tree_unflatten(subtreedefs(structure)[span.number], leaves[span.start : span.stop])
-    raise TypeError(
-        f"{name_of(where)} names a {cls.__name__}, whose value is computed from the arrays in it: name one of "
-        f"these, such as {structure.paths[leaf]!r}, or put another node there, eqx.tree_at(where, model, node)"
-    )
+        return jtu.tree_unflatten(structure.subtreedefs[span.number], leaves[span.start : span.stop])
+    what = f"{name_of(where)} names a {cls.__name__}, whose value is computed from the arrays in it"
+    remedy = f"name one of these, such as {structure.paths[leaf]!r}, or put another node there"
+    raise TypeError(f"{what}: {remedy}, eqx.tree_at(where, model, node)")
 
 
 def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, at_hand: Any) -> Any:
