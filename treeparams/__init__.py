@@ -29,7 +29,7 @@ import importlib as _importlib
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from ._average import Ema as Ema, ema as ema
+from ._average import Ema as Ema, copy as copy, ema as ema
 from ._diff import diff as diff
 from ._forms.restructure import Restructure as Restructure
 from ._forms.rolled import rolled as rolled
@@ -46,7 +46,6 @@ from ._slots.parts import Rest as Rest, combine as combine, partition as partiti
 from ._slots.where import leaves as leaves
 from ._summary import summary as summary
 from ._tie import tie as tie, untie as untie
-from ._tree.copying import copy as copy
 from ._tree.declare import declare as declare, field as field
 from ._tree.text import answer_calls as _answer_calls
 from ._walk import (

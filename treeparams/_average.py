@@ -1,4 +1,4 @@
-"""Exponential moving averages of models: target networks, Polyak averages.
+"""Copies, and exponential moving averages of models: target networks, Polyak averages.
 
 A trained parameter is averaged once for all paths of its tie. Everything else is read and written at its own path,
 even if the average or the model holds one array at several: two counters that start with one array are two counters.
@@ -20,16 +20,43 @@ from ._slots.accidents import keep_apart
 from ._slots.index import Index
 from ._slots.layout import Trainable
 from ._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
-from ._tree.copying import copy_leaf
 from ._tree.declare import field
-from ._tree.structure import is_array, naming_deleted, structure_of
+from ._tree.structure import flatten, is_array, naming_deleted, structure_of
 from ._tree.text import AS_ARRAY, describe, warn
-from ._tree.types import PyTree, is_complex, is_inexact, is_key, is_ref, value_of, widened
+from ._tree.types import PyTree, copy_leaf, is_complex, is_inexact, is_key, is_ref, value_of, widened
 
 M = TypeVar("M")
 
 Policy = Literal["copy", "keep", "average"]
 Buffers = Policy | Mapping[Any, Policy]
+
+
+def copy(tree: M) -> M:
+    """Copies every array of a tree into a new buffer; ties are kept.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> online = {"w": jnp.ones(2)}
+    >>> target = tp.copy(online)
+    >>> target["w"] is online["w"], bool((target["w"] == online["w"]).all())
+    (False, True)
+
+    If you made the target network by assignment, it would share its arrays with the online network, and a step that
+    donates the online network would delete them.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        A tree of the same structure. An array at several paths is copied once; a ref (`jax.new_ref`) becomes a new ref;
+        leaves that are not arrays are unchanged.
+    """
+    leaves, treedef = flatten(tree)
+    copies: dict[int, Any] = {}
+    with naming_deleted(tree):
+        for leaf in leaves:
+            if id(leaf) not in copies:
+                copies[id(leaf)] = copy_leaf(leaf)
+    return jtu.tree_unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 
 def ema(

@@ -10,8 +10,8 @@ from ._slots.accidents import keep_apart, note_ties, note_untied
 from ._slots.layout import Layout, look_up
 from ._slots.ties import Alias, find_ties, tie_between
 from ._slots.where import Where, select
-from ._tree.copying import copy_leaf
 from ._tree.structure import structure_of
+from ._tree.types import copy_leaf
 
 M = TypeVar("M")
 

@@ -1,4 +1,4 @@
-"""PyTree and TreeDef, for type checkers and for the checks at run time; dtypes; refs, arrays that can be written."""
+"""PyTree and TreeDef, for type checkers and for the checks at run time; dtypes; arrays that can be written; copies."""
 
 import functools
 from collections.abc import Iterable
@@ -74,3 +74,12 @@ def is_ref(leaf: object) -> bool:
 def value_of(leaf: Any) -> Any:
     """Returns the value of a ref as it is now; any other leaf unchanged."""
     return leaf[...] if is_ref(leaf) else leaf
+
+
+def copy_leaf(leaf: Any) -> Any:
+    """Returns a copy of an array; any other value unchanged."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if is_ref(leaf):
+        return jax.new_ref(value_of(leaf))
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

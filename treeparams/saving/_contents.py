@@ -19,10 +19,9 @@ from .._forms.states import Division, Entries, Owners, entries_of
 from .._slots.layout import Trainable, index_of, look_up
 from .._slots.ties import Alias, find_ties
 from .._slots.where import declared_frozen
-from .._tree.copying import copy_leaf
 from .._tree.paths import join_path, quote
 from .._tree.structure import structure_of
-from .._tree.types import PyTree, value_of
+from .._tree.types import PyTree, copy_leaf, value_of
 from ..optim._state import TrainableState, nodes_of
 
 T = TypeVar("T")

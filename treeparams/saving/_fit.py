@@ -11,11 +11,10 @@ from jax.core import Tracer
 
 from .._files.arrays import Like, array_spec, as_in_jax, in_numpy, placed_in_turn
 from .._files.names import Names, bare, heads_of
-from .._tree.copying import copy_leaf
 from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe, first_few, quoted
-from .._tree.types import Array
+from .._tree.types import Array, copy_leaf
 from ._contents import Contents
 from ._names import Rename, Route, Transforms, routes, stack, unstack
 from ._unlike import unlike_nodes
