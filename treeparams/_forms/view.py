@@ -88,14 +88,10 @@ class View(Mapping[str, Any]):
 
     def __contains__(self, path: object) -> bool:
         index = index_of(self._layout)
-        leaf = index.structure.index.get(path) if isinstance(path, str) else None
-        return index.by_leaf.get(leaf) in self._inside if leaf is not None else False
+        return isinstance(path, str) and index.by_leaf.get(index.structure.index.get(path, -1)) in self._inside
 
-    def __eq__(self, other: object) -> bool:
-        return self is other  # whether all is equal is a question for what they are made of, as it is for arrays
-
-    def __hash__(self) -> int:
-        return id(self)
+    # Whether all is equal is a question for what they are made of, as it is for arrays.
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)

@@ -1,5 +1,6 @@
 """The place of each leaf of a model: among the slots, in the canonical tree, in the vector, in stacks; in words."""
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -135,8 +136,7 @@ class Index:
         """Returns the number of the slot at a path."""
         if not isinstance(path, str):
             raise TypeError(f"expected a path, got {path!r}; layout.slots are the slots in order")
-        structure = self.structure
-        leaf = structure.index.get(path)
+        structure, leaf = self.structure, self.structure.index.get(path)
         if leaf in self.by_leaf:
             return self.by_leaf[leaf]
         if leaf is None and any(path == node.path for node in structure.nodes):
@@ -278,11 +278,9 @@ class Index:
         leaves, treedef = flatten(tree)
         # Three ways, the quickest first: a canonical tree, a tree of the model's structure, any other, by path.
         if same_treedef(treedef, self.canonical_treedef):
-            try:  # in a few calls that run in C
+            with contextlib.suppress(AttributeError):  # not all are arrays; in a few calls that run in C
                 if exact_shapes and list(map(_shape, leaves)) == self.shapes and _float0 not in map(_dtype, leaves):
                     return leaves
-            except AttributeError:  # not all are arrays
-                pass
             pairs = zip(self.positions, leaves, strict=True)
         elif same_treedef(treedef, self.structure.treedef):
             pairs = enumerate(leaves)
@@ -320,11 +318,9 @@ class Index:
         and integers are an error.
         """
         found = self.per_slot(grads, tied, exact_shapes=True)
-        try:  # the usual case: arrays of JAX, all as they should be
+        with contextlib.suppress(AttributeError):  # the usual case: arrays of JAX, all as they should be
             if dtype is None and list(map(_dtype, found)) == self.dtypes and not any(map(_weak_type, found)):
                 return found
-        except AttributeError:
-            pass
         for i, (value, own) in enumerate(zip(found, self.dtypes, strict=True)):
             to = own if dtype is None else dtype
             if value is None:
