@@ -51,29 +51,30 @@ class Difference(NamedTuple):
         again = "" if self.second.startswith("another ") else _AGAIN.get(self.what, "")
         return f"{where} {_WORDS.get(self.what, 'is')} {self.first} {one}, {again}{self.second} {other}"
 
-    @classmethod
-    def of_one(cls, path: str, text: str, side: int) -> "Difference":
+    @staticmethod
+    def of_one(path: str, text: str, side: int) -> "Difference":
         """Returns the row for what only one tree has, the first or (if `side` is 1) the second."""
-        return cls(path, "structure", *((_NOTHING, text) if side else (text, _NOTHING)))
+        return Difference(path, "structure", *((_NOTHING, text) if side else (text, _NOTHING)))
 
-    @classmethod
-    def of_specs(cls, path: str, here: Spec | None, there: Spec | None) -> "list[Difference]":
+    @staticmethod
+    def of_specs(path: str, here: Spec | None, there: Spec | None) -> "list[Difference]":
         """Returns how two leaves at a path differ in shape and dtype, or that only one is an array."""
         if here == there:
             return []
         what = "type"
         if here is not None and there is not None:
             what = ", ".join(name for name in ("shape", "dtype") if getattr(here, name) != getattr(there, name))
-        return [cls(path, what, *(describe(spec) if spec else "no array" for spec in (here, there)))]
+        first, second = (describe(spec) if spec else "no array" for spec in (here, there))
+        return [Difference(path, what, first, second)]
 
-    @classmethod
-    def of_ties(cls, here: _Ties, there: _Ties, is_shared: _IsShared, of_source: str = "") -> "Iterator[Difference]":
+    @staticmethod
+    def of_ties(here: _Ties, there: _Ties, is_shared: _IsShared, of_source: str = "") -> "Iterator[Difference]":
         """Yields how ties differ among the paths that both trees have; `of_source` is the note on a source."""
         ours, theirs = _other_paths(here, is_shared, of_source), _other_paths(there, is_shared, of_source)
         for path in dict.fromkeys(source for source, _, _ in [*here, *there]):
-            both = ours.get(path, {}), theirs.get(path, {})
-            if both[0] != both[1]:
-                yield cls(path, "tie", *map(_with_notes, both))
+            one, other = ours.get(path, {}), theirs.get(path, {})
+            if one != other:
+                yield Difference(path, "tie", _with_notes(one), _with_notes(other))
 
 
 def _with_notes(others: Mapping[str, Any]) -> str:
