@@ -26,6 +26,7 @@ P = ParamSpec("P")  # the model and further arguments; not told apart, or a lamb
 R = TypeVar("R")
 Aux = TypeVar("Aux")
 Unreached = Literal["zeros", "none", "error"]
+_Loss = Callable[..., Any]
 
 
 @overload
@@ -41,11 +42,7 @@ def value_and_grad(
 
 
 def value_and_grad(
-    f: Callable[..., Any] | None = None,
-    trainable: Trainable = None,
-    has_aux: bool = False,
-    *,
-    unreached: Unreached = "zeros",
+    f: _Loss | None = None, trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of `f(model, *args, **kwargs)` with respect to the trained parameters of the model.
 
@@ -127,11 +124,7 @@ def value_and_grad(
 
 @overload
 def grad(
-    f: Callable[P, tuple[Any, Aux]],
-    trainable: Trainable = None,
-    *,
-    has_aux: Literal[True],
-    unreached: Unreached = "zeros",
+    f: Callable[P, tuple[Any, Aux]], trainable: Trainable = None, *, has_aux: Literal[True], unreached: Unreached = ...
 ) -> Callable[P, tuple[PyTree, Aux]]: ...
 
 
@@ -148,11 +141,7 @@ def grad(
 
 
 def grad(
-    f: Callable[..., Any] | None = None,
-    trainable: Trainable = None,
-    has_aux: bool = False,
-    *,
-    unreached: Unreached = "zeros",
+    f: _Loss | None = None, trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
 ) -> Callable[..., Any]:
     """`jax.grad` of `f(model, *args, **kwargs)` with respect to the trained parameters of the model.
 
@@ -210,9 +199,7 @@ def accumulate(
 ) -> Callable[[Callable[P, Any]], Callable[P, tuple[jax.Array, PyTree]]]: ...
 
 
-def accumulate(
-    f: Callable[..., Any] | None = None, trainable: Trainable = None, *, pieces: SupportsIndex
-) -> Callable[..., Any]:
+def accumulate(f: _Loss | None = None, trainable: Trainable = None, *, pieces: SupportsIndex) -> Callable[..., Any]:
     """Computes the value and the gradient of a mean loss over a batch in pieces, one after another.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp

@@ -1,9 +1,8 @@
 """tie, untie: put one array at several paths of a model, or a separate array at each path."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import jax
 import jax.tree_util as jtu
 
 from ._slots.accidents import keep_apart, note_ties, note_untied
@@ -17,10 +16,7 @@ M = TypeVar("M")
 
 
 def tie(
-    model: M,
-    alias: str | Layout | None = None,
-    to: str | None = None,
-    transform: Callable[[jax.Array], jax.Array] | None = None,
+    model: M, alias: str | Layout | None = None, to: str | None = None, transform: Callable[..., Any] | None = None
 ) -> M:
     """Sets the ties of a model: those that its classes declare, those of a layout, or the one that you name.
 
