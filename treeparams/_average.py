@@ -27,7 +27,6 @@ from ._tree.types import PyTree, copy_leaf, is_complex, is_inexact, is_key, is_r
 
 M = TypeVar("M")
 
-_Rate = ArrayLike | None
 Policy = Literal["copy", "keep", "average"]
 Buffers = Policy | Mapping[Any, Policy]
 
@@ -64,8 +63,8 @@ def ema(
     average: M,
     model: PyTree,
     *,
-    decay: _Rate = None,
-    tau: _Rate = None,
+    decay: ArrayLike | None = None,
+    tau: ArrayLike | None = None,
     buffers: Buffers = "copy",
     trainable: Trainable = None,
 ) -> M:
@@ -270,10 +269,10 @@ class _Weights(NamedTuple):
     """The weights of one step."""
 
     of_model: ArrayLike
-    of_average: _Rate  # None: the rest of one
+    of_average: ArrayLike | None  # None: the rest of one
 
 
-def _weights_of(decay: _Rate, tau: _Rate) -> _Weights:
+def _weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> _Weights:
     """Returns the weights for `decay` or `tau`; Python numbers are subtracted in double precision."""
     given = [(name, value) for name, value in (("decay", decay), ("tau", tau)) if value is not None]
     if len(given) != 1:

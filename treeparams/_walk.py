@@ -17,7 +17,6 @@ from ._tree.text import describe, warn
 from ._tree.types import PyTree
 
 M = TypeVar("M")
-_Words = Tied | Sequence[Tied]
 Accumulated = TypeVar("Accumulated")
 
 
@@ -26,7 +25,7 @@ def maptrainable(
     model: M,
     *rest: PyTree,
     trainable: Trainable = None,
-    tied: _Words = None,
+    tied: Tied | Sequence[Tied] = None,
     with_path: bool = False,
 ) -> M:
     """Applies `f` to the trained parameters of a model and returns the new model.
@@ -95,7 +94,7 @@ def maptrainable(
 
 
 def _taken(
-    f: object, model: M, trees: Sequence[PyTree], trainable: Trainable, tied: _Words, with_path: bool
+    f: object, model: M, trees: Sequence[PyTree], trainable: Trainable, tied: Tied | Sequence[Tied], with_path: bool
 ) -> tuple[Parts[M], list[Sequence[Any]]]:
     """Returns a model taken apart, and the arguments of `f`: paths if asked for, values, entries of other trees."""
     parts = take_apart(model, trainable)
@@ -145,7 +144,7 @@ def mapreduce(
     *rest: PyTree,
     init: Accumulated,
     trainable: Trainable = None,
-    tied: _Words = None,
+    tied: Tied | Sequence[Tied] = None,
     with_path: bool = False,
 ) -> Accumulated:
     """Applies `f` to each trained parameter and folds the results with `op`.

@@ -28,7 +28,7 @@ from .ties import Alias, find_ties
 from .where import Where, decide
 
 A = TypeVar("A")
-_Change = Where | None
+_Some = Where | None
 
 
 class Layout(Printed):
@@ -291,7 +291,7 @@ def _again(structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, .
     return Layout(Index(structure, trained, ties))
 
 
-def _changed_by(layout: Layout, freeze: _Change = None, thaw: _Change = None) -> Layout:
+def _changed_by(layout: Layout, freeze: _Some = None, thaw: _Some = None) -> Layout:
     """Returns the layout after both statements; ties are checked only after the second."""
     index = index_of(layout)
     said = {i: index.trained[i] for i in index.structure.parameters if i not in index.follows}
@@ -319,12 +319,7 @@ def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
 
 
 def layout(
-    model: PyTree,
-    trainable: Trainable = None,
-    *,
-    freeze: _Change = None,
-    thaw: _Change = None,
-    ties: Given | None = None,
+    model: PyTree, trainable: Trainable = None, *, freeze: _Some = None, thaw: _Some = None, ties: Given | None = None
 ) -> Layout:
     """Makes the static map of a model: which parameters are trained, and which are tied.
 
