@@ -42,20 +42,19 @@ class Keys:
     def __reduce__(self) -> Any:
         return Keys, ()
 
+    def numbers_in(self, params: PyTree, *, is_whole: bool = False) -> dict[str, int]:
+        """Returns the number of the entry that selects each parameter of a canonical tree; others are left out.
+
+        If the tree is not a whole model, an entry may select nothing. It has nothing at aliases, so an entry that names one
+        selects nothing in it.
+        """
+        structure = structure_of(params)[2]
+        index = Index(structure, (True,) * len(structure.specs), ())
+        found = index.first_entries(self.wheres, asked=None if is_whole else (), may_be_empty=not is_whole)
+        return {structure.paths[leaf]: number for leaf, number in found.items()}
+
 
 contents[Keys] = lambda _: ()
-
-
-def numbers_of(params: PyTree, wheres: Sequence[Where], *, is_whole: bool = False) -> dict[str, int]:
-    """Returns the number of the entry that selects each parameter of a canonical tree; others are left out.
-
-    If the tree is not a whole model, an entry may select nothing. It has nothing at aliases, so an entry that names one
-    selects nothing in it.
-    """
-    structure = structure_of(params)[2]
-    index = Index(structure, (True,) * len(structure.specs), ())
-    found = index.first_entries(wheres, asked=None if is_whole else (), may_be_empty=not is_whole)
-    return {structure.paths[leaf]: number for leaf, number in found.items()}
 
 
 class Compared:
@@ -197,7 +196,7 @@ class _Groups:
 
     def of_parameters(self, params: PyTree, paths: Sequence[str]) -> list[str]:
         """Returns the group of each parameter, the first that selects it."""
-        entries, names = numbers_of(params, [*self.wheres.values()]), [*self.wheres]
+        entries, names = Keys([*self.wheres.values()]).numbers_in(params), [*self.wheres]
         lost = [path for path in paths if path not in entries]
         if lost and len(self.rules) == len(self.wheres):  # no default
             raise ValueError(f"trained, but in no group: {quoted(lost, 5)}; write optim.groups({{...}}, default=...)")

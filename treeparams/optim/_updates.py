@@ -25,7 +25,7 @@ from .._tree.structure import is_array, structure_of
 from .._tree.text import describe
 from .._tree.types import PyTree, common_dtype, is_complex, is_inexact
 from .._walk import global_norm
-from ._groups import Keys, are_stacks, check_groups, numbers_of
+from ._groups import Keys, are_stacks, check_groups
 from ._state import ONE, ClipState, ModelTransformation, Plain, extended, in_own_buffers, nodes_of
 
 Factors = Mapping[Where, ArrayLike]
@@ -151,7 +151,7 @@ def _by_path(tree: PyTree, factors: Factors) -> PyTree:
     if are_stacks(tree):
         raise ValueError("optim.scaled goes by names, which stacks do not have; write trainable(tx, form='stacks')")
     leaves, treedef = jtu.tree_flatten(tree)
-    found = numbers_of(tree, [*factors], is_whole=not nodes_of(optax.MaskedNode, tree))
+    found = Keys([*factors]).numbers_in(tree, is_whole=not nodes_of(optax.MaskedNode, tree))
     numbers = [*factors.values(), 1.0]
     of_paths = [numbers[found.get(path, -1)] for path in structure_of(tree)[2].paths]
     return treedef.unflatten([
