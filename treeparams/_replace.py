@@ -94,10 +94,9 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
 
 def _nodes_named(structure: Structure, where: object) -> dict[int, Any]:
     """Returns for each leaf in a node that a `where` names, and that represents an array, where its leaves lie."""
-    spans = [span for match in read(structure, where)[0] for span in match.spans if span.number is not None]
     found = {}
-    for span in spans:
-        cls = structure.nodes[span.number].cls
+    for span in [span for match in read(structure, where)[0] for span in match.spans]:
+        cls = object if span.number is None else structure.nodes[span.number].cls
         # Nodes of `matrices`, or of paramax, whose `NonTrainable` is the array that it holds.
         if hasattr(cls, "to_dense") or (hasattr(cls, "unwrap") and cls.__name__ != "NonTrainable"):
             found |= dict.fromkeys(range(span.start, span.stop), span)

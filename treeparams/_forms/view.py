@@ -91,7 +91,7 @@ class View(Mapping[str, Any]):
         return isinstance(path, str) and index.by_leaf.get(index.structure.index.get(path, -1)) in self._inside
 
     # Whether all is equal is a question for what they are made of, as it is for arrays.
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    __eq__, __hash__ = object.__eq__, object.__hash__  # pyright: ignore[reportAssignmentType]
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)

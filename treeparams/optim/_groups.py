@@ -45,8 +45,8 @@ class Keys:
     def numbers_in(self, params: PyTree, *, is_whole: bool = False) -> dict[str, int]:
         """Returns the number of the entry that selects each parameter of a canonical tree; others are left out.
 
-        If the tree is not a whole model, an entry may select nothing. It has nothing at aliases, so an entry that names one
-        selects nothing in it.
+        If the tree is not a whole model, an entry may select nothing. It has nothing at aliases, so an entry that names
+        one selects nothing in it.
         """
         structure = structure_of(params)[2]
         index = Index(structure, (True,) * len(structure.specs), ())
