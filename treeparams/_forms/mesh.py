@@ -113,11 +113,8 @@ def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
 
 def lay(tree: PyTree, shardings: PyTree) -> PyTree:
     """Places traced arrays on a mesh; `shardings` is a tree like that of the arrays, or like the top of it."""
-    return jax.tree.map(lambda to, below: jax.tree.map(lambda leaf: _lay_one(leaf, to), below), shardings, tree)
-
-
-def _lay_one(array: jax.Array, to: NamedSharding) -> jax.Array:
-    return reshard(array, to) if is_explicit(to.mesh) else jax.lax.with_sharding_constraint(array, to)
+    placed_by = lambda to: reshard if is_explicit(to.mesh) else jax.lax.with_sharding_constraint
+    return jax.tree.map(lambda to, below: jax.tree.map(lambda leaf: placed_by(to)(leaf, to), below), shardings, tree)
 
 
 def automatic(f: Callable[..., Any], shardings: PyTree, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:

@@ -30,9 +30,6 @@ class _Leaves:
 
     predicate: Callable[[str, jax.ShapeDtypeStruct], bool]
 
-    def __call__(self, path: str, leaf: jax.ShapeDtypeStruct) -> bool:
-        return self.predicate(path, leaf)
-
 
 Where = str | re.Pattern[str] | type | _Leaves | Callable[[Any], Any] | Sequence[Any]
 if not TYPE_CHECKING and sys.version_info >= (3, 12):  # a signature that is printed then shows the name
@@ -144,7 +141,7 @@ def _matcher(structure: Structure, where: str | re.Pattern[str] | type | _Leaves
         if span.number is not None or not structure.is_parameter(span.start):
             return False
         try:
-            answer = where(span.path, jax.ShapeDtypeStruct(*structure.spec(span.start)[:2]))
+            answer: object = where.predicate(span.path, jax.ShapeDtypeStruct(*structure.spec(span.start)[:2]))
         except Exception as error:
             called = f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct"
             raise TypeError(f"{called}; at {span.path!r} it failed with {in_short(error)}") from error
