@@ -281,9 +281,10 @@ class Form(HashedOnce):
     def leaves(self, tree: PyTree, *, may_lack: bool = False) -> list[Any]:
         """Checks a form that a user passed and returns its leaves; `None` for those that it may lack."""
         leaves, treedef = jtu.tree_flatten(tree)
-        if same_treedef(treedef, self.treedef) and self._are_right(leaves):
+        if not same_treedef(treedef, self.treedef):
+            leaves = self._at_blocks(tree) if may_lack or not self.is_bare else [tree]
+        elif self._are_right(leaves):
             return leaves
-        leaves = self._at_blocks(tree) if may_lack or not self.is_bare else [tree]
         for i, leaf in enumerate(leaves):
             if not (may_lack and leaf is None):
                 self._check_leaf(i, leaf)
