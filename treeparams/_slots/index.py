@@ -380,7 +380,8 @@ class Index:
         paths, source = self.structure.paths, self.structure.spec(position)
         if only_computed and tied == "first":
             alias, name = paths[entries[0][0].leaf], paths[position]
-            raise ValueError(f"the tree has a value only at {alias!r}, computed from {name!r}; put it at {name!r}")
+            what = f"the tree has a value only at {alias!r}, which is computed from {name!r}"
+            raise ValueError(f"{what}; put it at {name!r}")
         if tied is None and (len(entries) > 1 or only_computed):
             what = f"the tree has entries at {[paths[alias.leaf] for alias, _ in entries]}, which are one parameter"
             how = 'tied="sum" adds them (right for gradients), tied="first" takes the first (right for values)'
