@@ -84,8 +84,9 @@ def _found_under(function: Callable[..., Any]) -> tuple[str, str]:
     for name in (getattr(function, "__qualname__", None), getattr(function, "__name__", None)):
         if module and name and found_at(module, name) is function:
             return module, name
-    why = f"a tie's transform must be found again in the next process, but {function_name(function)} is made anew"
-    raise ValueError(f"{why}; use a function at module level, such as jnp.transpose, or a functools.partial of one")
+    why = f"{function_name(function)} is made anew each time"
+    remedy = "use a function at module level, such as jnp.transpose, or a functools.partial of one"
+    raise ValueError(f"a tie's transform must be found again in the next process, but {why}; {remedy}")
 
 
 def _found(module: str, name: str, args: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]) -> _Transform:
