@@ -196,6 +196,12 @@ def step(change=(), **options):
     return lambda: tp.ema(buffers_model(1), buffers_model(3) | dict(change), **options or {"decay": 0.5})
 
 
+def donated():
+    ema = tp.Ema({"w": ramp(2), "n": np.arange(2)}, 0.5)
+    ema.shadow["w"].delete()
+    return ema.average
+
+
 EITHER = r"pass either decay, .*, or tau = 1 - decay, .*; got {}$"
 
 
@@ -215,6 +221,7 @@ EITHER = r"pass either decay, .*, or tau = 1 - decay, .*; got {}$"
         (step({"w": 1j * np.ones(1, np.complex64)}), TypeError, r"a real float32 at 'w', got complex64\[1\]"),
         (step({"n": None}), ValueError, r"average at 'n' \(.*\[2\]; None.* write buffers=\"keep\""),
         (step(decay=0.5, buffers={"w": "keep"}), ValueError, "'w' selects no frozen or integer array, only 'w'"),
+        (donated, RuntimeError, "the array at 'w' has been deleted, as by a step that donates it"),
         (
             lambda: jax.jit(lambda d: tp.Ema(ramp(2), d).count)(0.5),
             TypeError,

@@ -247,8 +247,8 @@ class Ema(eqx.Module, Generic[M]):
         Each access returns a new model in new buffers, so you can donate the `Ema` and keep the model.
         """
         pairs = zip(jtu.tree_leaves(self.shadow), self.rest.layout.slots, strict=True)
-        slots = [jnp.array(value, slot.dtype, copy=True) for value, slot in pairs]
-        average = put_together(_in_new_buffers(self.rest), slots)
+        slots = [jax.lax.convert_element_type(value, slot.dtype) for value, slot in pairs]
+        average = copy(put_together(self.rest, slots))
         keep_apart(jtu.tree_leaves(average))
         return average
 

@@ -26,7 +26,6 @@ P = ParamSpec("P")  # the model and further arguments; not told apart, or a lamb
 R = TypeVar("R")
 Aux = TypeVar("Aux")
 Unreached = Literal["zeros", "none", "error"]
-_Loss = Callable[..., Any]
 
 
 @overload
@@ -42,7 +41,11 @@ def value_and_grad(
 
 
 def value_and_grad(
-    f: _Loss | None = None, trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
+    f: Callable[..., Any] | None = None,
+    trainable: Trainable = None,
+    has_aux: bool = False,
+    *,
+    unreached: Unreached = "zeros",
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of `f(model, *args, **kwargs)` with respect to the trained parameters of the model.
 
@@ -141,7 +144,11 @@ def grad(
 
 
 def grad(
-    f: _Loss | None = None, trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
+    f: Callable[..., Any] | None = None,
+    trainable: Trainable = None,
+    has_aux: bool = False,
+    *,
+    unreached: Unreached = "zeros",
 ) -> Callable[..., Any]:
     """`jax.grad` of `f(model, *args, **kwargs)` with respect to the trained parameters of the model.
 
@@ -199,7 +206,9 @@ def accumulate(
 ) -> Callable[[Callable[P, Any]], Callable[P, tuple[jax.Array, PyTree]]]: ...
 
 
-def accumulate(f: _Loss | None = None, trainable: Trainable = None, *, pieces: SupportsIndex) -> Callable[..., Any]:
+def accumulate(
+    f: Callable[..., Any] | None = None, trainable: Trainable = None, *, pieces: SupportsIndex
+) -> Callable[..., Any]:
     """Computes the value and the gradient of a mean loss over a batch in pieces, one after another.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp

@@ -19,7 +19,6 @@ Q = ParamSpec("Q")
 R = TypeVar("R", covariant=True)
 S = TypeVar("S")
 
-_Axes = int | Sequence[int | None] | None
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
 
 
@@ -156,7 +155,12 @@ def _rest_of_call(call: tuple[Callable[..., R], Iterable[Any], dict[str, Any]]) 
     return as_rest(fun(*args, **kwargs))
 
 
-def vmap(fun: Callable[P, Any], in_axes: _Axes = 0, out_axes: _Axes = 0, **vmap_kwargs: Any) -> Callable[P, Any]:
+def vmap(
+    fun: Callable[P, Any],
+    in_axes: int | Sequence[int | None] | None = 0,
+    out_axes: int | tuple[int | None, ...] | None = 0,
+    **vmap_kwargs: Any,
+) -> Callable[P, Any]:
     """`jax.vmap` of a function of models, such as an ensemble: a model with a leading axis in its arrays.
 
     >>> import equinox as eqx, jax, treeparams as tp

@@ -282,6 +282,27 @@ def test_in_ensembles_in_checkpoints_and_with_other_dtypes():
     node = NET_WAY.repeated(half, "layers.*")
     assert {leaf.dtype.name for leaf in inexact_leaves(node)} == {"float32"}
     np.testing.assert_allclose(node.weight, np.stack([layer.weight for layer in NET["layers"]]), 1e-2)
+    # A frozen number of a weak type beside bfloat16 leaves the carry of a loop as it is.
+    narrow = [{"w": ramp(2, 2, dtype=jnp.bfloat16), "scale": jnp.asarray(0.5 + k)} for k in range(3)]
+    weights, restructure = tp.stack(narrow, "**.w")
+    apply = lambda x, layer: (layer["scale"] * (layer["w"] @ x), None)
+    assert restructure.scan(apply, jnp.ones(2, jnp.bfloat16), weights, "*")[0].dtype == jnp.bfloat16
+
+
+def test_nodes_of_which_one_is_frozen_are_one_cut_of_the_vector():
+    model = [{name: ramp(2, 2, start=k) for name in "abcd"} for k in range(3)]
+    vector, restructure = tp.ravel(model, ["**", "!0"])
+    squares = lambda vector: sum(jnp.sum(leaf**2) for leaf in restructure.repeated(vector, "*").values())
+    for f, cuts in ((squares, 1), (jax.grad(squares), 5)):  # and one of each of the four stacks of the gradient
+        names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(f)(vector).jaxpr)]
+        assert (names.count("cut"), names.count("add_any")) == (cuts, 0)
+
+
+def test_a_predicate_is_asked_once_of_each_leaf():
+    asked = []
+    vector, restructure = tp.ravel([ramp(2), ramp(2)])
+    restructure.repeated(vector, tp.leaves(lambda path, leaf: asked.append(path) or True))
+    assert asked == ["0", "1"]
 
 
 @FORMS

@@ -1,5 +1,6 @@
 """Names over a vector and over stacks."""
 
+import collections
 import re
 
 import jax
@@ -110,7 +111,8 @@ def test_it_prints_its_paths_and_is_equal_to_itself_and_no_pytree():
     assert repr(view) == "View('0', '1', '2', '3', '4', ..., '9')"
     assert repr(view[["1", "2"]]) == "View('1', '2')"
     assert view == view
-    assert view != restructure.view(vector)
+    for other in (restructure.view(vector), collections.UserDict(view), np.ones(2)):
+        assert (view == other, view != other) == (False, True)
     assert len({view, view}) == 1
     assert jax.tree.leaves(VIEW) == [VIEW]
     assert VIEW.form is VECTOR

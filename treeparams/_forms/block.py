@@ -443,9 +443,15 @@ def cut_columns(
     for begin, size, shape in zip(starts.tolist(), sizes.tolist(), shapes, strict=True):
         spans = sorted({(start, size, shape) for start in begin})
         pieces = dict(zip([start for start, *_ in spans], _cut_spans(array, rank, spans), strict=True))
-        rows = join(_alike([pieces[start] for start in begin]), (shape,) * nodes, nodes, len(shape))
-        stacks.append(jnp.moveaxis(rows, axis, 0))
+        stacks.append(jnp.moveaxis(stacked([pieces[start] for start in begin], len(shape)), axis, 0))
     return stacks
+
+
+def stacked(arrays: Sequence[jax.Array], rank: int | None = None) -> jax.Array:
+    """Stacks arrays of one shape, before their last `rank` axes; `None` means before all of them. Weak types stay."""
+    shape = arrays[0].shape
+    shape = shape if rank is None else shape[len(shape) - rank :]
+    return join(_alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
 
 
 def _cut_spans(array: jax.Array, rank: int, spans: Sequence[_Span]) -> list[jax.Array]:

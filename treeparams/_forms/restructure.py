@@ -25,7 +25,7 @@ from .._tree.static_keys import static_key
 from .._tree.structure import is_array
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree, TreeDef, is_key
-from .block import Block, cast, cut_columns
+from .block import cast, cut_columns, stacked
 from .form import Form
 from .mesh import broadcast_as, is_sharded, split
 from .view import View
@@ -125,10 +125,8 @@ class _Unbuilt:
             spans = [([block.starts[number] for number in numbers], block.shapes[numbers[0]]) for numbers in its]
             for array, users in zip(cut_columns(self.leaves[i], block.rank, spans), its.values(), strict=True):
                 found |= {column: self._value(column[0], array) for column in users}
-        for column in apart:
-            arrays = list(map(jnp.asarray, self._one_by_one(column)))
-            found[column] = Block.rows(arrays).join(arrays)
-        return found
+        values = iter(self._one_by_one([place for column in apart for place in column]))  # by one cut of each block
+        return found | {column: stacked([jnp.asarray(next(values)) for _ in column]) for column in apart}
 
 
 # -- Frozen arrays ----------------------------------------------------------------------------------------------------

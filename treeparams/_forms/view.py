@@ -90,8 +90,11 @@ class View(Mapping[str, Any]):
         index = index_of(self._layout)
         return isinstance(path, str) and index.by_leaf.get(index.structure.index.get(path, -1)) in self._inside
 
-    # Whether all is equal is a question for what they are made of, as it is for arrays.
-    __eq__, __hash__ = object.__eq__, object.__hash__  # pyright: ignore[reportAssignmentType]
+    def __eq__(self, other: object) -> bool:
+        return self is other  # whether all is equal is a question for what they are made of, as it is for arrays
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)

@@ -28,7 +28,6 @@ from .ties import Alias, find_ties
 from .where import Where, decide
 
 A = TypeVar("A")
-_Some = Where | None
 
 
 class Layout(Printed):
@@ -291,7 +290,7 @@ def _again(structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, .
     return Layout(Index(structure, trained, ties))
 
 
-def _changed_by(layout: Layout, freeze: _Some = None, thaw: _Some = None) -> Layout:
+def _changed_by(layout: Layout, freeze: Where | None = None, thaw: Where | None = None) -> Layout:
     """Returns the layout after both statements; ties are checked only after the second."""
     index = index_of(layout)
     said = {i: index.trained[i] for i in index.structure.parameters if i not in index.follows}
@@ -319,7 +318,12 @@ def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
 
 
 def layout(
-    model: PyTree, trainable: Trainable = None, *, freeze: _Some = None, thaw: _Some = None, ties: Given | None = None
+    model: PyTree,
+    trainable: Trainable = None,
+    *,
+    freeze: Where | None = None,
+    thaw: Where | None = None,
+    ties: Given | None = None,
 ) -> Layout:
     """Makes the static map of a model: which parameters are trained, and which are tied.
 

@@ -349,17 +349,23 @@ def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]
 
 
 def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
-    kept = select(structure, where, among=range(len(structure.specs)))
-    spans = {span for match in read(structure, where)[0] for span in match.spans}
+    chosen, away = read(structure, where)
+    every = range(len(structure.specs))
+    for match in chosen:
+        _found_in(structure, match, every)
+    taken = frozenset[int]().union(*[_found_in(structure, match, every) for match in away])
     # From the largest to the smallest, so that a node is met before all that is below it: the outermost is found.
     found, covered = list[_Span](), set[int]()
-    for span in sorted(spans, key=lambda span: span.start - span.stop):
+    for span in sorted({span for match in chosen for span in match.spans}, key=lambda span: span.start - span.stop):
         leaves = range(span.start, span.stop)
-        if kept.issuperset(leaves) and covered.isdisjoint(leaves):
-            found.append(span)
-            covered.update(leaves)
-        elif not (kept.issuperset(leaves) or kept.isdisjoint(leaves)):
+        if taken.isdisjoint(leaves):
+            if covered.isdisjoint(leaves):
+                found.append(span)
+                covered.update(leaves)
+        elif not taken.issuperset(leaves):
             raise ValueError(f"{name_of(where)} excludes a part of {span.path!r}; name the nodes that you mean")
+    if not found:
+        raise ValueError(f"{name_of(where)} selects nothing: everything is excluded")
     return sorted(found, key=lambda span: (span.start, span.stop))
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.tree_util import GetAttrKey
+from jax.tree_util import GetAttrKey, SequenceKey
 
 _NEEDS_QUOTES = re.compile(r"""^!|[.*?\[\]"']""")
 # One entry: a JSON string, or a run of anything but a dot; a glob's `[...]` may hold a dot.
@@ -64,7 +64,7 @@ def join_path(entries: Iterable[str]) -> str:
 
 def _key_text(key: object) -> str:
     """Returns the bare text of one JAX key entry: an attribute's name, a dict's key, a position."""
-    for attribute in ("idx", "name", "key"):
+    for attribute in ("name", "key", "idx"):
         value = getattr(key, attribute, None)
         if value is not None:
             return str(value)
@@ -81,7 +81,10 @@ def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[
 
     With the same text, a path would name two leaves.
     """
-    entries = [key.name if type(key) is GetAttrKey else quote(_key_text(key)) for key in keys]
+    entries = [
+        key.name if type(key) is GetAttrKey else str(key.idx) if type(key) is SequenceKey else quote(_key_text(key))
+        for key in keys
+    ]
     if len(set(entries)) < len(entries):
         twice = next(entry for entry in entries if entries.count(entry) > 1)
         one, other = [key for key, entry in zip(keys, entries, strict=True) if entry == twice][:2]
