@@ -67,10 +67,8 @@ def _with_histories(state: TrainableState, file: File, path: str) -> TrainableSt
     shown = max(histories, key=lambda history: len(history.layout.slots), default=None)
     if shown is None or is_whole:
         ours, theirs = (first_few([path for path, *_ in words["slots"]]) for words in (here, there))
-        raise ValueError(
-            f"{what} other histories there, and is not kept leaf by leaf, so it fits only the parameters that it was "
-            f"made for: {theirs} in the {file.noun}, {ours or 'none'} in the tree; begin with tx.init(model)"
-        )
+        fits = f"it fits only its own parameters: {theirs} in the {file.noun}, {ours or 'none'} in the tree"
+        raise ValueError(f"{what} other histories there, not kept leaf by leaf, so {fits}; begin with tx.init(model)")
     whole, start = _tied(state, there), f"{path}." if path else ""
     sides: dict[str, list[History]] = {"runs": [], "held": []}
     for said, stored in recorded_in(there, specs, start):
@@ -124,11 +122,14 @@ class _Like:
 
     def node(self, node: PyTree, at: Entries) -> PyTree:
         """Returns the node at some entries; new arrays are shapes."""
-        if at in self._trees:  # a copy of the canonical tree
-            before, after = Form.tree(self._before), Form.tree(self._after)
+        before, after = Form.tree(self._before), Form.tree(self._after)
+        # A rule of a part that trains nothing has such a copy, too, without arrays.
+        leaves = jtu.tree_flatten_with_path(node, is_leaf=lambda each: isinstance(each, optax.MaskedNode))[0]
+        empty = set() if jtu.tree_leaves(node) else {key_entries(keys) for keys, _ in leaves}
+        if at in self._trees or (empty and empty == set(before.entries)):  # of the canonical tree
             there = dict(zip(before.entries, before.treedef.flatten_up_to(node), strict=True))
             return after.treedef.unflatten([self._one(there, entries, at) for entries in after.entries])
-        if at in self._joined:
+        if at in self._joined or (empty and empty == self._known_keys):
             return self._arrays(node, at)
         pairs, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
         if not treedef.num_leaves or pairs[0][0] == ():
