@@ -28,7 +28,7 @@ class Group:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+        flags = os.environ.get("XLA_FLAGS", "").replace("device_count=8", "device_count=1")
         environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
         for process in range(count if started is None else started):
             command = [sys.executable, PROGRAMS, program, address, str(count), str(process), folder]

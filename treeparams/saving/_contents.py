@@ -188,12 +188,12 @@ def _division_in_words(run: PyTree, division: Division, numbers: Mapping[str, in
 
 
 def recorded_in(words: Any, arrays: Mapping[str, Any], start: str = "") -> Iterator[tuple[Recorded, Copies]]:
-    """Yields the histories of a state, each with what is given for its arrays, and the parameters that these are of.
+    """Yields the histories of a state, each with its arrays and their parameters.
 
     Args:
         words: those of the state.
-        arrays: what is given, by name.
-        start: what the names of the state start with.
+        arrays: its arrays, or others in their place, by name.
+        start: the text before all names of the state.
     """
     for said in histories_in(words):
         division, at = words["divisions"][said.number], start + said.path

@@ -67,7 +67,7 @@ def carried_state(movers: Movers, source: Any, like: TrainableState) -> Trainabl
 
 
 class _Before:
-    """A history of the old state: its parameters, its arrays or what a function reads them by, and its steps.
+    """A history of the old state: its parameters, its arrays (read when they are used), and its steps.
 
     Attributes:
         at: where each parameter has an array; see `_arrays_of`.

@@ -60,7 +60,7 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         yield f"the {noun} also has {other!r}, which the tree lacks{hint}"
     for name in [name for name in there if name in leaves]:
         i, spec = leaves[name], file.specs.get(name)
-        leaf, is_same = contents.leaves[i], spec is not None and spec == contents.structure.specs[i]
+        leaf, is_same = contents.leaves[i], name not in said and spec == contents.structure.specs[i]
         if not is_same or (isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(name)):  # words take long
             yield from _unlike_leaf(contents, i, name, file)
 
