@@ -330,8 +330,6 @@ def test_the_program_is_as_long_for_twelve_layers_as_for_four(form):
     assert lengths(12) == few
 
 
-# -- Which nodes: what a part is, and what is refused as nodes of one kind ---------------------------------------------
-
 # -- One node ----------------------------------------------------------------------------------------------------------
 
 
@@ -435,7 +433,7 @@ REPEATED = [  # a `where`, and what is said of it
     (lambda m: m["dict"], ValueError, r"'dict' is one node, .* 'dict\.\*'"),
     ("layer.*", ValueError, r"'layer\.\*' selects nothing; nearest: .*layers"),
     ("!layers.0", ValueError, "'!layers.0'"),
-    (["layers.*", "!layers"], ValueError, "layers"),
+    (["layers.*", "!layers"], ValueError, "selects nothing: everything is excluded"),
     (3, TypeError, r"expected a mask or a `where` \(a glob, .* got int"),
     (lambda m: 3, ValueError, "must return nodes of the model .* got int"),
     (lambda m: m.layers, (ValueError, AttributeError), "layers"),

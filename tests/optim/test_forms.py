@@ -75,9 +75,7 @@ EQUAL = {  # within `of`, over stacks, is what looks at each leaf
     "adamw as it is": lambda of: optax.apply_if_finite(optax.adamw(FALLS), 3),
     "schedule_free": lambda of: of(optax.contrib.schedule_free_adamw(0.1, warmup_steps=2)),
     "labels by rank": lambda of: of(optax.partition(_by_rank, lambda params: jax.tree.map(jnp.ndim, params))),
-    "a plateau": lambda of: of(
-        optax.chain(optax.centralize(), optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9))
-    ),
+    "a plateau": lambda of: of(optax.chain(optax.novograd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9))),
 }
 
 
@@ -113,7 +111,7 @@ def test_equals_optax_leaf_by_leaf(form, name):
     got, want = jax.jit(lambda params: [after(tx, params) for tx in txs])(params)
     for path, leaf in tp.trainables(want).items():
         here, wide, start = (np.asarray(tp.trainables(tree)[path], np.float32) for tree in (got, want, params))
-        assert (np.max(np.abs(wide - start)) > 1e-3) is not (name == "groups in a chain" and path == "scale")  # at rest
+        assert (np.max(np.abs(wide - start)) > 1e-4) != (name == "groups in a chain" and path == "scale")  # at rest
         # The products of Muon are added up in another order where XLA optimises: some tens of roundings in five steps.
         np.testing.assert_allclose(here, wide, *[1e-2 if leaf.dtype == jnp.bfloat16 else 1e-5] * 2)
 
@@ -245,8 +243,9 @@ def test_what_waits_keeps_its_bits_and_counts_in_no_norm():
     grads = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), model) | {"moves": more}
     flags = (False, np.False_, np.array(False), jnp.array(False))
     state, ways = tx.init(model), [(grads, {"moves": True, "**": flag}) for flag in flags]
-    for given, active in [*ways, ({"moves": more}, {})]:
-        updates, _ = tx.update(given, state, model, active=active)
+    given = [*ways, ({"moves": more}, {})]
+    run = jax.jit(lambda state: [tx.update(grads, state, model, active=active)[0] for grads, active in given])
+    for updates in run(state):
         for after in (optim.apply_updates(model, updates), eqx.apply_updates(model, updates)):
             for name in ("odd", "low", "c", "tied"):
                 assert bits(after[name]) == bits(model[name])

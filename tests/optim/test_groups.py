@@ -175,9 +175,6 @@ def test_over_stacks_by_the_names_of_their_groups():
             tx.init(wrong)
 
 
-# -- Rates -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_adjust_does_not_retrace_takes_traced_numbers_and_may_be_donated(dtype):
     tx = optim.trainable(optax.chain(optim.clip_by_global_norm(9.0), optim.groups({"w": sgd(0.1)}, sgd(0.1))))
@@ -229,9 +226,6 @@ def test_errors_of_adjust(without_type_checks):
         with pytest.raises(error, match=match):
             optim.adjust(state, group, **given)
     assert rates(optim.trainable(sgd(1)), _model(), optim.adjust(ints, learning_rate=2))["a"] == 2.0
-
-
-# -- Clipping ----------------------------------------------------------------------------------------------------------
 
 
 def clipped(grads, max_norm=1.0, state=None):
@@ -337,9 +331,6 @@ def test_errors_of_clip(without_type_checks):
     ):
         with pytest.raises(error, match=match):
             optim.clip_by_global_norm(bad)
-
-
-# -- Factors -----------------------------------------------------------------------------------------------------------
 
 
 class Language(eqx.Module):

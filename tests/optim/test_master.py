@@ -129,7 +129,9 @@ def test_over_devices_copies_lie_as_their_parameters():
         x = jnp.sin(jnp.arange(32.0).reshape(4, 8) + time)
         params, state, _ = step(params, state, x)
         alone, own = optim.step(tx, tp.grad(loss)(alone, x), own, alone)
-    for copy, leaf in zip(jax.tree.leaves(state.rule.copies), jax.tree.leaves(params), strict=False):
+    copies = jax.tree.leaves(state.rule.copies)
+    assert len(copies) == 1  # of `a` and `b`, which are one stack
+    for copy, leaf in zip(copies, jax.tree.leaves(params), strict=False):
         assert not leaf.sharding.is_fully_replicated
         assert copy.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
         np.testing.assert_array_equal(copy.astype(LOW), leaf)  # large steps among them

@@ -20,7 +20,7 @@ from treeparams import optim
 
 from .. import zoo
 from ..zoo import STACKS, VECTOR, ZOO, Specimen, assert_close, assert_same, ramp
-from .shared import FORMS, MOMENTUM, Tied, forms, made, two
+from .shared import FORMS, MOMENTUM, Tied, forms, made, steps, two
 
 CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), MOMENTUM)
 BY_LEAF = optim.per_leaf(MOMENTUM)
@@ -57,7 +57,14 @@ def test_equals_optax_over_every_model_in_each_form():
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 assert_close(a, b, 1e-2 if b.dtype in (jnp.bfloat16, jnp.float16) else 1e-5)
             if form is optim.trainable:
-                assert_close(state.runs[0], plain, 1e-2)
+                assert_close(state.runs[0], plain, 1e-2 if specimen is ZOO["bf16 with f32"] else 1e-5)
+
+
+@forms
+def test_over_an_ensemble_by_vmap(form):
+    models, tx = {"w": ramp(3, 2), "b": ramp(3, 1)}, made(form, MOMENTUM)
+    train = lambda model: steps(tx, tx.init(model), model, 2)
+    assert_close(*jax.jit(lambda models: (jax.vmap(train)(models), jax.lax.map(train, models)))(models))
 
 
 WRAPPERS = {  # of a transformation and of its maker from a rate
@@ -256,9 +263,6 @@ def test_functions_among_the_extra_arguments_are_called_with_models():
     for after in tp.jit(run)():
         np.testing.assert_array_equal(after["v"], model["v"])
         assert (np.asarray(after["w"]) != 0).all()
-
-
-# -- The state ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_trains_is_what_the_state_says_and_updates_may_be_gradients():

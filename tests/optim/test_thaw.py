@@ -153,7 +153,7 @@ some = st.sets(st.sampled_from("abc"))
 
 @pytest.mark.parametrize("form", ["tree", "stacks"])
 @hypothesis.settings(deadline=None, max_examples=6, derandomize=True)
-@hypothesis.given(stages=st.lists(st.tuples(some.filter(bool), some, some, st.booleans()), max_size=5))
+@hypothesis.given(stages=st.lists(st.tuples(some.filter(bool), some, some, st.booleans()), min_size=2, max_size=5))
 @hypothesis.example(stages=[("a", (), (), False), ("ab", (), "b", False), ("ab", (), (), False)])  # b falls not behind
 def test_any_sequence_of_choices_and_flags_is_each_leafs_own_run(form, stages):
     # By hand: momentum of each leaf by itself, and a rate that falls with the steps of the run, or in rows of the leaf.
@@ -384,11 +384,14 @@ def test_what_couples_them_before_sees_all(name, form):
         _, state = tx.update({"a": grads["a"]}, state, model)
     state = optim.set_trainable(tx, state, model)
     alone = optim.trainable(EARLY[name])
-    begun = alone.init(model)  # what begins at once with the others
+    begun, older = alone.init(model), alone.init(model)  # what begins at once with the others, and what began before
+    for _ in range(2):
+        _, older = alone.update(grads | {"b": jnp.zeros(2)}, older, model)
     for _ in range(2):
         updates, state = tx.update(grads, state, model)
         want, begun = alone.update(grads, begun, model)
-        assert_close((updates["b"], updates["c"]), (want["b"], want["c"]), 1e-6)
+        its, older = alone.update(grads, older, model)
+        assert_close((updates["a"], updates["b"], updates["c"]), (its["a"], want["b"], want["c"]), 1e-6)
     assert len(state.runs) == 2
 
 
@@ -399,6 +402,7 @@ def test_a_clip_of_momentum_without_counts_sees_that_of_all():
         _, state = tx.update({"a": grads["a"]}, tx.init(model), model)
         updates, after = tx.update(grads, optim.set_trainable(tx, state, model), model)
         assert [(float(run[1].norm), int(run[1].clipped)) for run in after.runs] == [(5.0, 2)] * 2
+        assert (float(after.clip.norm), int(after.clip.clipped)) == (5.0, 2)
         assert_close(updates, {"a": jnp.array([0.6]), "b": jnp.array([0.8])}, 1e-6)
 
 
@@ -447,6 +451,11 @@ def test_errors(without_type_checks):
     for call, error, match in (
         (lambda: change(state, model, True), TypeError, "trainable=True selects nothing; write None"),
         (lambda: change(state, model, "x"), ValueError, "'x' selects nothing"),
+        (
+            lambda: change(optim.trainable(MOMENTUM).init(model), model, "body"),
+            ValueError,
+            "made by another transformat",
+        ),
         (lambda: jax.jit(lambda s: change(s, model, "body"))(state), ValueError, r"between steps, outside of jax.jit"),
         (lambda: anew("haed"), ValueError, "'haed' selects nothing; nearest: 'head"),
         (lambda: anew(None), TypeError, words + "None"),

@@ -99,6 +99,8 @@ FOLLOWED = {
     "concatenated": (_GROWS, lambda x: jnp.concatenate([x, jnp.full((2,), 7, x.dtype)])),
     "padded": (_GROWS, lambda x: jnp.pad(x, (0, 2), constant_values=1)),
     "added": (_GROWS, lambda x: jnp.pad(x, (0, 2)) + 1),
+    "put into zeros": (_GROWS, lambda x: jnp.zeros(5, x.dtype).at[:3].set(x)),
+    "updated": (_GROWS, lambda x: jax.lax.dynamic_update_slice(jnp.zeros(5, x.dtype), x, (0,))),
     "masked": (_GROWS, lambda x: jnp.where(np.arange(5) < 3, jnp.pad(x, (0, 2)), 7)),
     # Casts in between cost no digits, and what a mask drops begins, too.
     "rounded": (_GROWS, lambda x: x.astype(jnp.bfloat16)[::-1].astype(x.dtype)),

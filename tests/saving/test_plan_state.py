@@ -197,6 +197,7 @@ def test_what_begins_is_fresh_and_the_rest_as_it_was(name, form):
     assert counts_of(carried) == [1, 0]
     np.testing.assert_equal(_pieces(carried), _pieces(state))
     begun, all_fresh = _pieces(carried, 1), _pieces(like)
+    assert begun
     np.testing.assert_equal(begun, {at: all_fresh[at] for at in begun})
 
 

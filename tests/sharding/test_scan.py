@@ -109,7 +109,7 @@ CASES = {  # rules, mesh, axes, options of the scan
 
 
 # What these say, those of more devices, of pieces, and of many rules say too.
-LONG_CASES = ("owned, 1 device", "owned, explicit", "owned, two axes")
+LONG_CASES = ("owned, 1 device", "owned, lent", "owned, two axes")
 
 
 @pytest.mark.parametrize("name", some(CASES, LONG_CASES))

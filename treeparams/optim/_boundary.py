@@ -1,4 +1,4 @@
-"""The boundary between models and Optax: a model that does not fit a state; which rows of stacks wait."""
+"""The boundary between models and Optax: models and runs that do not fit a state; which rows of stacks wait."""
 
 import dataclasses
 import functools
