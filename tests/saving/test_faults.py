@@ -210,6 +210,7 @@ def test_words_that_lie(path, like, good, case):
         for value in values:
             lying(path, good[0], functools.partial(change_to, keys, value))
             unreadable(path, saving.load, like)
+            refused("the message", saving.loads, path.read_bytes(), like)
 
 
 def test_a_newer_version_is_named(path, like, good):

@@ -187,7 +187,8 @@ def _tree_from(received: "_Message", have: Any) -> Any:
         stored = {name: contents.leaves[i] for name, i in leaves_in(contents, received).items() if i in contents.names}
         kinds = {name: stored_as(name, leaf) for name, leaf in stored.items()}
         received.complete(kinds, {name: bytes_of(leaf) for name, leaf in stored.items()})
-    leaves = fitted(contents, received)
+    with received.understood():
+        leaves = fitted(contents, received)
     frozen = contents.frozen.intersection(contents.stored.values())
     differ = {name for name, i in leaves.items() if i in frozen}.symmetric_difference(received.words["frozen"])
     if differ:
@@ -200,8 +201,7 @@ def _form_from(received: "_Message", have: Any, restructure: object) -> Any:
     (layout, form), said = _layout_and_form(restructure), received.words.get("layout")
     if said != layout.digest:
         slots = Contents(Form.tree(layout).shapes())
-        leaves = {name: i for i, name in slots.names.items()}
-        differ = list(unlike_leaves(slots, leaves, received))
+        differ = list(unlike_leaves(slots, {name: i for i, name in slots.names.items()}, received))
         differ = differ or ["its arrays fit; trained parameters or ties differ, so compare tp.layout(model) of both"]
         raise ValueError(f"the message has the layout {said}, and you have {layout.digest}:\n{first_lines(differ, 20)}")
     if received.since is not None:
