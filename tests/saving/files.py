@@ -6,6 +6,7 @@ import os
 import warnings
 import zlib
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,19 +26,20 @@ def refused(words, call, *args, kind=ValueError, **options):
     return str(error.value)
 
 
-planned = lambda path, like: saving.plan(path, like)(path)
+planned = lambda source, like, **options: saving.plan(source, like, **options)(source)
 names_in = lambda folder: sorted(os.listdir(folder))
+flipped = lambda renames: {right: left for left, right in renames.items()}
+shapes = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-# -- Arrays and trees --------------------------------------------------------------------------------------------------
+class Transposed(eqx.Module):
+    encoder: jax.Array
+    decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
 
 
 def row(*shape, dtype=np.float32, start=0):
     """Distinct values, in NumPy."""
     return np.arange(start, start + np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-
-
-shapes = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def emptied(tree):
@@ -51,10 +53,9 @@ def emptied(tree):
             return leaf
         if isinstance(leaf, np.ndarray):
             return np.zeros_like(leaf)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = jax.random.key_data(leaf)
-            return jax.random.wrap_key_data(jnp.asarray(np.zeros(data.shape, "u4")), impl=jax.random.key_impl(leaf))
-        return jnp.asarray(np.zeros(leaf.shape, leaf.dtype))
+        data = as_data(leaf)
+        empty = jnp.asarray(np.zeros(data.shape, data.dtype))
+        return empty if data is leaf else jax.random.wrap_key_data(empty, impl=jax.random.key_impl(leaf))
 
     return jax.tree.map(lambda leaf: made.setdefault(id(leaf), zeros(leaf)), tree)
 
@@ -113,9 +114,6 @@ def tree_of(fill):
 
 
 fill_of = lambda path: float(saving.load(path, tree_of(0))["first"][0, 0])
-
-# -- Files that are made up --------------------------------------------------------------------------------------------
-
 entry = lambda dtype="F32", shape=(1,), offsets=(0, 4): {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 

@@ -20,10 +20,11 @@ from treeparams import saving
 from treeparams.saving._names import stack
 
 from ..zoo import assert_same, first_devices, ramp
-from .files import planned, refused, row, shapes
+from .files import Transposed, planned, refused, row, shapes
 
 _NESTED = {"fc": {"weight": row(3, 2), "bias": row(3)}, "n": row(2, dtype=np.int32)}
 _FLAT = {"fc.weight": row(3, 2), "fc.bias": row(3), "n": row(2, dtype=np.int32)}
+_layers = lambda count: {f"l.{i}.w": row(2, start=i) for i in range(count)}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,7 @@ def sources(tmp_path_factory):
     checkpointer.wait_until_finished()
     values = [_FLAT, _NESTED, saving.names(_NESTED), saving.names(whole, "model"), ours, pathlib.Path(ours), theirs]
     values += [parts, checkpointer.restore(folder / "orbax"), jax.tree.map(jnp.asarray, _NESTED)]
-    only_shapes = [tp.layout(_NESTED), shapes(_FLAT), shapes(_NESTED)]
-    return values, [*only_shapes, checkpointer.metadata(folder / "orbax")]
+    return values, [tp.layout(_NESTED), shapes(_FLAT), shapes(_NESTED), checkpointer.metadata(folder / "orbax")]
 
 
 def test_sources(sources):
@@ -104,26 +104,19 @@ def test_files_of_numpy_and_arrays_of_another_byte_order(tmp_path):
         assert_same(saving.plan(file, more, strict=False)(file)["wide"], ramp(2))
 
 
-_layers = lambda count: {f"l.{i}.w": row(2, start=i) for i in range(count)}
-
-
-def test_names_that_the_plan_does_not_know():
+def test_names_that_the_plan_does_not_know_and_those_that_are_missing_or_go_nowhere():
     model, rename, more = {"l": {"w": ramp(12, 2)}}, {"l.*.w": "l.w"}, _layers(16)
     plan = saving.plan(_layers(12), model, rename=rename)
     words = r"the plan does not know 'l\.12\.w', 'l\.13\.w', 'l\.14\.w' and 1 more, .* make the plan from these arrays"
     for use in (plan, jax.jit(plan)):
         refused(words, use, more)
-    loose = saving.plan(_layers(12), model, rename=rename, strict=False)
-    assert_same(loose(more), plan(_layers(12)))
-
-
-def test_names_that_the_plan_knows_may_be_missing_or_go_nowhere():
+    assert_same(saving.plan(_layers(12), model, rename=rename, strict=False)(more), plan(_layers(12)))
     source = {"a": row(2), "dropped": row(1), "step": 3, "scale": np.float32(1), "nothing": None}
     assert list(saving.names(source)) == ["a", "dropped"]
     plan = saving.plan(source, {"a": ramp(2)}, rename={"dropped": None})
     for given in (source, {"a": row(2)}, source | {"dropped": row(7), "step": 4, "more": 0.5, "text": np.array("t")}):
         assert_same(plan(given), {"a": jnp.arange(2.0)})
-    assert_same(saving.plan(source, {"a": ramp(2)}, strict=False)(source), {"a": jnp.arange(2.0)})
+    assert_same(planned(source, {"a": ramp(2)}, strict=False), {"a": jnp.arange(2.0)})
     for given, words in [
         ({"model": {"a": row(2)}, "s": row(1)}, "at 'a', .* got nothing; .* such names below 'model': saving.names"),
         (shapes({"a": row(2)}), r"'a' has no value: expected arrays, .* jax.eval_shape\(plan, arrays\)"),
@@ -180,8 +173,7 @@ def test_entries_of_a_tie(model, source):
 
 def test_entries_of_a_tie_that_are_not_numbers_that_are_left_out_or_that_no_value_tells():
     tied, other, nan = GIVEN["tied"], GIVEN["other"], np.array([np.nan, 1], "f")
-    both = tied | {"a": nan, "b": nan.copy()}
-    np.testing.assert_array_equal(saving.plan(both, MODELS["tied"])(both)["b"], nan)
+    np.testing.assert_array_equal(planned(tied | {"a": nan, "b": nan.copy()}, MODELS["tied"])["b"], nan)
     dropped = saving.plan(other, MODELS["tied"], rename={"b": None})
     assert [each.path for each in dropped.rows] == ["a", "w"]
     np.testing.assert_array_equal(dropped(other)["b"], _X)
@@ -195,9 +187,9 @@ def test_entries_of_a_tie_that_are_not_numbers_that_are_left_out_or_that_no_valu
         refused(r"'l\.1\.w' is unused", saving.plan, source, model)
         assert len(saving.plan(source, model, strict=False).unused) == 1
     # A layout knows the ties of an abstract model.
-    alone = GIVEN["a alone"]
-    refused("'b' is missing", saving.plan, alone, shapes(MODELS["tied"]))
-    made = saving.plan(alone, shapes(MODELS["tied"]), trainable=tp.layout(MODELS["tied"]))(alone)
+    alone, abstract = GIVEN["a alone"], shapes(MODELS["tied"])
+    refused("'b' is missing", saving.plan, alone, abstract)
+    made = planned(alone, abstract, trainable=tp.layout(MODELS["tied"]))
     assert made["b"] is made["a"]
 
 
@@ -215,79 +207,67 @@ def test_a_source_that_is_tied(kind, path):
         assert made["wte"] is made["lm"]
         np.testing.assert_array_equal(made["wte"], shared)
     for array in (ramp(2, 3), row(2, 3)):
-        untied = tp.untie({"embed": array, "head": array, "w": ramp(2)})
-        made = saving.plan(source, {"net": untied})(arrays)
+        made = saving.plan(source, {"net": tp.untie({"embed": array, "head": array, "w": ramp(2)})})(arrays)
         np.testing.assert_array_equal(made["net"]["head"], shared)
         assert tp.layout(made).ties == {}
-
-
-class _Transposed(eqx.Module):
-    embed: jax.Array
-    head: jax.Array = tp.field(tied_to="embed", transform=jnp.transpose)
 
 
 def _third(array):
     return array / 3
 
 
-class _Scaled(eqx.Module):
-    w: jax.Array
-    s: jax.Array = tp.field(tied_to="w", transform=_third)
-
-
 def test_a_tie_through_a_transform(path):
-    model, array = _Transposed(ramp(2, 3), ramp(2, 3).T), row(2, 3)
-    for source in ({"embed": array}, {"embed": array, "head": array.T}):
-        made = planned(source, model)
-        assert_same((made.embed, made.head), (jnp.asarray(array), jnp.asarray(array.T)))
-    words = "'head' goes to 'head', which is tied to 'embed', but another array"
-    refused(words, saving.plan(source, model), {"embed": array, "head": array.T + 1})
-    refused("'embed' is missing", saving.plan, {"head": array.T}, model)
+    model, array = Transposed(ramp(2, 3), ramp(2, 3).T), row(2, 3)
+    for source in ({"encoder": array}, {"encoder": array, "decoder": array.T}):
+        assert_same(planned(source, model), Transposed(jnp.asarray(array), jnp.asarray(array.T)))
+    words = "'decoder' goes to 'decoder', which is tied to 'encoder', but another array"
+    refused(words, saving.plan(source, model), {"encoder": array, "decoder": array.T + 1})
+    refused("'encoder' is missing", saving.plan, {"decoder": array.T}, model)
     assert_same(planned(model, model), model)
     # One that is computed is the same up to half of its digits: another machine rounds otherwise.
-    scaled = _Scaled(ramp(2), _third(ramp(2)))
+
+    class Scaled(eqx.Module):
+        w: jax.Array
+        s: jax.Array = tp.field(tied_to="w", transform=_third)
+
+    scaled = Scaled(ramp(2), _third(ramp(2)))
     source = {"w": np.asarray(scaled.w), "s": np.asarray(scaled.s) * np.float32(1 + 1e-6)}
     assert_same(planned(source, scaled), scaled)
     refused("'s' goes to 's', which is tied to 'w'", planned, source | {"s": source["s"] * np.float32(1.01)}, scaled)
     # An alias has a name where it is not what its source gives.
-    for each, want in ((model, ["embed"]), (_Transposed(ramp(2, 3), ramp(3, 2) + 1), ["embed", "head"])):
+    for each, want in ((model, ["encoder"]), (Transposed(ramp(2, 3), ramp(3, 2) + 1), ["decoder", "encoder"])):
         saving.save(path, each)
         assert sorted(saving.names(each)) == sorted(saving.names(path)) == want
-    assert list(saving.names(tp.layout(model))) == ["embed"]
-
-
-_DEEP = {"layers": [{"w": row(2)}, {"w": row(2, start=5)}], "b": row(1)}
-_NAMED = saving.names(_DEEP)
+    assert list(saving.names(tp.layout(model))) == ["encoder"]
 
 
 def test_a_flat_dictionary_is_a_model_without_quotes(path):
+    deep = {"layers": [{"w": row(2)}, {"w": row(2, start=5)}], "b": row(1)}
+    named = saving.names(deep)
     for source, rename in (
-        (_DEEP, None),
-        (_NAMED, None),
+        (deep, None),
+        (named, None),
         ({"h.0": row(2), "h.1": row(2, start=5), "b": row(1)}, {"h.*": "layers.*.w"}),
         ({"h": np.stack([row(2), row(2, start=5)]), "b": row(1)}, {"h": "layers.*.w"}),
     ):
-        plan = saving.plan(source, _NAMED, rename=rename)
-        assert_same(plan(source), _NAMED)
+        plan = saving.plan(source, named, rename=rename)
+        assert_same(plan(source), named)
         assert '"' not in str(plan)
         assert [each.path for each in plan.rows] == ["b", '"layers.0.w"', '"layers.1.w"']
     # In a file its keys are paths, with quotes; each is still one name.
-    flat = jax.tree.map(jnp.asarray, _NAMED)
+    flat = jax.tree.map(jnp.asarray, named)
     saving.save(path, flat)
     for plan in [saving.plan(source, flat) for source in (path, flat, tp.layout(flat))]:
-        for given in (path, flat, _NAMED):
+        for given in (path, flat, named):
             assert_same(plan(given), flat)
-    assert_same(planned(path, _DEEP), _DEEP)
-    stacked = saving.names(path, rename={"layers.*.w": "w", "b": None})
-    np.testing.assert_array_equal(stacked["w"], [[0, 1], [5, 6]])
-    wrong = _NAMED | {"layers.0.w": row(3)}
-    plan = saving.plan(wrong, shapes(_NAMED), rename={"b": None}, strict=False)
-    assert plan.problems() == [
-        "'b' is missing: nothing comes to it",
-        "'layers.0.w' is float32[2], but float32[3] comes from layers.0.w",
-    ]
+    assert_same(planned(path, deep), deep)
+    np.testing.assert_array_equal(saving.names(path, rename={"layers.*.w": "w", "b": None})["w"], [[0, 1], [5, 6]])
+    wrong = named | {"layers.0.w": row(3)}
+    plan = saving.plan(wrong, shapes(named), rename={"b": None}, strict=False)
+    disagrees = "'layers.0.w' is float32[2], but float32[3] comes from layers.0.w"
+    assert plan.problems() == ["'b' is missing: nothing comes to it", disagrees]
     refused(r"nothing comes to b, layers\.0\.w, and the model has no value", plan, wrong)
-    stays = saving.plan({"b": row(1)}, _NAMED, rename={None: "layers.**"})
+    stays = saving.plan({"b": row(1)}, named, rename={None: "layers.**"})
     assert (str(stays).count("stays"), stays.missing) == (2, ())
 
 
@@ -299,8 +279,8 @@ def test_within_jit_and_vmap():
     plan = saving.plan(source, model, rename={"l.*": "l"}, transform={"t": jnp.transpose})
     want = plan(source)
     assert_same(jax.jit(plan)(source), want, identity=False)
-    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), source)
-    assert_same(jax.tree.map(lambda leaf: leaf[1], jax.vmap(plan)(many)), want, identity=False)
+    many = jax.vmap(plan)(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), source))
+    assert_same(jax.tree.map(lambda leaf: leaf[1], many), want, identity=False)
     gradient = jax.grad(lambda layer: jnp.sum(plan(source | {"l.1": layer})["l"] ** 2))(source["l.1"])
     np.testing.assert_allclose(gradient, 2 * source["l.1"])
 
@@ -308,13 +288,8 @@ def test_within_jit_and_vmap():
 def test_leaves_stay_where_and_what_they_are():
     over = NamedSharding(Mesh(np.array(first_devices(4)), ("d",)), PartitionSpec("d"))
     _, other = first_devices(2)
-    model = {
-        "numpy": row(2),
-        "jax": ramp(4),
-        "sharded": jax.device_put(ramp(4), over),
-        "elsewhere": jax.device_put(ramp(4), other),
-        "abstract": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=over),
-    }
+    model = {"numpy": row(2), "jax": ramp(4), "abstract": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=over)}
+    model |= {"sharded": jax.device_put(ramp(4), over), "elsewhere": jax.device_put(ramp(4), other)}
     for kind in (np.asarray, jnp.asarray):
         source = {name: kind(row(*leaf.shape)) for name, leaf in model.items()}
         made = planned(source, model)
@@ -332,12 +307,11 @@ def test_a_model_owns_what_came_from_numpy():
     source["a"][:] = source["b"][:] = 7
     assert_same(made, {"a": jnp.arange(2.0), "b": row(2)})
     # A function gets arrays of JAX, as when the plan was made.
-    source = {"a": row(2)}
-    plan = saving.plan(source, {"a": ramp(2)}, transform={"a": lambda a: a.at[0].set(7)})
-    np.testing.assert_array_equal(plan(source)["a"], [7, 1])
+    made = planned({"a": row(2)}, {"a": ramp(2)}, transform={"a": lambda a: a.at[0].set(7)})
+    np.testing.assert_array_equal(made["a"], [7, 1])
     for same in (lambda a: a, jnp.asarray, lambda a: jnp.reshape(a, -1)):
         source = {"a": np.ones(4096, np.float32)}  # NumPy aligns large arrays, and JAX may take such as they are
-        made = saving.plan(source, {"a": ramp(4096)}, transform={"a": same})(source)
+        made = planned(source, {"a": ramp(4096)}, transform={"a": same})
         source["a"][:] = 7
         np.testing.assert_array_equal(made["a"], 1)
 
@@ -350,8 +324,7 @@ def test_64_bits_that_do_not_fit_into_32(wide):
     rename, transform = {"r.*": "r", "u": "u.*"}, {"f": lambda f: f + 0}
     make = lambda of, dtype: {"a": of(2, dtype), "r": of((2, 2), dtype), "u": [of((), dtype), of((), dtype)]}
     kept = saving.plan(source | {"f": row(1)}, make(np.zeros, wide.dtype), rename=rename | {"f": None})(source)
-    want = {"a": wide, "r": np.stack([wide, wide[::-1]]), "u": [np.asarray(each) for each in wide]}
-    assert_same(kept, want)
+    assert_same(kept, {"a": wide, "r": np.stack([wide, wide[::-1]]), "u": [np.asarray(each) for each in wide]})
     words = f"has values that {narrow} cannot hold; switch on jax_enable_x64"
     for model in (make(np.zeros, narrow), make(jnp.zeros, narrow)):
         plan = saving.plan(source, model | {"f": jnp.zeros(2, narrow)}, rename=rename, transform=transform)
@@ -377,52 +350,40 @@ def test_names_of_a_model_for_other_programs(path):
     model = {"net": [ramp(2, 3), ramp(2, dtype=jnp.bfloat16)], "tied": None, "key": jax.random.key(1), "f": jnp.sin}
     model["tied"] = model["net"][0]
     theirs = saving.names(model, rename={"net.*": "layer_*", "key": None}, transform={"net.0": np.transpose})
-    assert {name: (its.shape, its.dtype.name, type(its)) for name, its in theirs.items()} == {
-        "layer_0": ((3, 2), "float32", np.ndarray),
-        "layer_1": ((2,), "bfloat16", np.ndarray),
-    }
+    found = [(name, its.shape, its.dtype.name, type(its)) for name, its in theirs.items()]
+    assert found == [("layer_0", (3, 2), "float32", np.ndarray), ("layer_1", (2,), "bfloat16", np.ndarray)]
     assert theirs["layer_0"].flags.c_contiguous  # safetensors writes the buffer as it is
     safetensors.numpy.save_file(theirs, path)
     refused("'layer'; nearest: 'layer_", saving.names(path).__getitem__, "layer", kind=KeyError)
-    turned = {"layer_0": jnp.transpose}
-    back = saving.plan(path, model, rename={"layer_*": "net.*"}, transform=turned, strict=False)
+    turned = {"rename": {"layer_*": "net.*"}, "transform": {"layer_0": jnp.transpose}}
+    back = saving.plan(path, model, **turned, strict=False)
     assert (back.missing, back.unused, back.disagrees) == (("key",), (), ())
     assert_same(back(path), model)
     np.testing.assert_array_equal(saving.names(model)["key"], jax.random.key_data(model["key"]))
     assert list(saving.names(model, "net")) == ["0", "1"]
 
 
-_Tensor = type("Tensor", (), {"shape": (2,), "dtype": "torch.float32", "__module__": "torch"})
-
-
 def test_errors_of_names():
-    arrays = {"a": row(2), "b": row(2)}
-    two, same = {"a": ("x", "y")}, {"a": lambda a: a}
+    tensor = type("Tensor", (), {"shape": (2,), "dtype": "torch.float32", "__module__": "torch"})()
+    arrays, two, same = {"a": row(2), "b": row(2)}, {"a": ("x", "y")}, {"a": lambda a: a}
     for source, options, kind, words in [
         ({"net": [row(2)]}, {"below": "nett"}, ValueError, "nothing lies below 'nett'; nearest: 'net'"),
         (arrays, {"rename": {"a": "x", "b": "x"}}, ValueError, "'b' and another array both get one name of x"),
         (arrays, {"rename": two, "transform": same}, ValueError, "gives 1 arrays, but the names are x"),
         (arrays, {"transform": {"a": lambda a: a @ np.ones((3, 3))}}, ValueError, r"of 'a' \(float32\[2\]\) fails"),
         ({"w": np.ma.masked_array([1.0], [True])}, {}, TypeError, r"'w' is a masked array, .* pass array.filled\("),
-        *((each, {}, TypeError, "is a PyTorch tensor; pass") for each in ({"w": _Tensor()}, {"net": [_Tensor()]})),
+        *((each, {}, TypeError, "is a PyTorch tensor; pass") for each in ({"w": tensor}, {"net": [tensor]})),
     ]:
         refused(words, saving.names, source, **options, kind=kind)
 
 
-STRANGE = ["", "a\nb", "a\tb", "\ud800", '"', "'", "é", "**", "!x", "[z]", "\x00", "a b", "a.b\nc", "x" * 200]
-
-
 def test_any_name_can_be_printed():
-    source = {name: row(2) for name in STRANGE}
-    plans = [
-        saving.plan(source, source),
-        saving.plan(source, {name: row(3) for name in STRANGE}, strict=False),
-        saving.plan(source, {"x": row(2)}, strict=False),
-        saving.plan({"x": row(2)}, source, strict=False),
-        saving.plan({}, {}),
-        saving.plan(row(2), row(3), strict=False),
-    ]
-    for plan in plans:
+    strange = ["", "a\nb", "a\tb", "\ud800", '"', "'", "é", "**", "!x", "[z]", "\x00", "a b", "a.b\nc", "x" * 200]
+    source, wrong = ({name: row(size) for name in strange} for size in (2, 3))
+    assert saving.plan(source, source).problems() == []
+    few = {"x": row(2)}
+    for pair in ((source, source), (source, wrong), (source, few), (few, source), ({}, {}), (row(2), row(3))):
+        plan = saving.plan(*pair, strict=False)
         texts = [str(plan), repr(plan), *map(str, plan.rows), *plan.problems()]
         assert all(text.isprintable() for text in "\n".join(texts).split("\n"))
         assert plan._repr_html_().encode()

@@ -24,7 +24,7 @@ from treeparams._files.file import File
 from treeparams._files.source import OnDisk
 
 from ..zoo import ZOO, assert_same, enable_x64, first_devices, models, ramp
-from .files import abstract, assert_bits, emptied, names_in, planned, refused, row, there_and_back
+from .files import Transposed, abstract, assert_bits, emptied, names_in, planned, refused, row, there_and_back
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -88,20 +88,14 @@ def patterns(dtype):
     dtype = jnp.dtype(dtype)
     if dtype.name in {"bool", "int2", "int4", "uint2", "uint4", "float4_e2m1fn"}:  # not all of their byte
         return (np.arange(6) % 2).astype(dtype).reshape(2, 3)
-    data = np.random.default_rng(0).permutation(np.arange(256, dtype=np.uint8))
-    return data.view(dtype).reshape(2, -1)
+    return np.random.default_rng(0).permutation(np.arange(256, dtype=np.uint8)).view(dtype).reshape(2, -1)
 
 
 def test_every_dtype_with_every_bit(path):
     of_numpy = {name: patterns(name) for name in [*JAX_DTYPES, *WIDE]}
-    strange = {
-        "scalar": np.array(3, np.int16),
-        "empty": np.zeros((2, 0, 3), np.complex128),
-        "Fortran": np.asfortranarray(patterns("float64")),
-        "strided": patterns("float32")[:, ::-3],
-        "broadcast": np.broadcast_to(np.float16(0.1), (3, 2)),
-        "read only": np.frombuffer(b"12345678", np.int32),
-    }
+    strange = {"scalar": np.array(3, np.int16), "empty": np.zeros((2, 0, 3), np.complex128)}
+    strange |= {"Fortran": np.asfortranarray(patterns("float64")), "strided": patterns("float32")[:, ::-3]}
+    strange |= {"broadcast": np.broadcast_to(np.float16(0.1), (3, 2)), "read only": np.frombuffer(b"12345678", "i4")}
     of_jax = {name: jnp.asarray(array) for name, array in of_numpy.items() if name not in WIDE}
     tree = {"numpy": of_numpy, "jax": of_jax, "strange": strange}
     assert assert_bits(there_and_back(path, tree), tree) > 40
@@ -111,17 +105,15 @@ def test_every_dtype_with_every_bit(path):
 
 
 def test_keys(path):
-    keys = {impl: jax.random.key(7, impl=impl) for impl in ("threefry2x32", "rbg", "unsafe_rbg")}
-    tree = keys | {"batch": jax.random.split(jax.random.key(0), (2, 3)), "raw": jax.random.PRNGKey(3)}
-    got = there_and_back(path, tree)
-    assert assert_bits(got, tree) == 5
-    np.testing.assert_array_equal(jax.random.bits(got["batch"][1, 2]), jax.random.bits(tree["batch"][1, 2]))
-    saving.save(path, {"key": keys["rbg"]})
-    for like, words in ((keys["threefry2x32"], r"key<fry>\[\]"), (jax.random.key_data(keys["rbg"]), r"uint32\[4\]")):
-        refused(rf"'key' is {words} in the tree, key<rbg>\[\] in the file", saving.load, path, {"key": like})
-    saving.save(path, {"key": tree["raw"]})
-    words = r"'key' is key<fry>\[\] in the tree, uint32\[2\] in the file"
-    refused(words, saving.load, path, {"key": keys["threefry2x32"]})
+    rbg, unsafe, fry = (jax.random.key(7, impl=impl) for impl in ("rbg", "unsafe_rbg", "threefry2x32"))
+    raw, tree = jax.random.PRNGKey(3), {"all": [rbg, unsafe, fry], "batch": jax.random.split(fry, (2, 3))}
+    assert assert_bits(there_and_back(path, tree), tree) == 4
+    for saved, like, words in [
+        (rbg, fry, r"key<fry>\[\] in the tree, key<rbg>\[\] in"),
+        (rbg, jax.random.key_data(rbg), r"uint32\[4\] in the tree, key<rbg>\[\] in"),
+        (raw, fry, r"key<fry>\[\] in the tree, uint32\[2\] in"),
+    ]:
+        refused(rf"'key' is {words} the file", there_and_back, path, {"key": saved}, {"key": like})
 
 
 def test_anything_that_reads_safetensors_reads_it(path):
@@ -139,8 +131,7 @@ def test_anything_that_reads_safetensors_reads_it(path):
         save_file(plain, path, metadata=said)
         assert saving.metadata(path) == said
     assert assert_bits(dict(saving.names(path)), load_file(path)) == len(plain)
-    words = r"was not written by saving.save.*write saving.plan\(path, model\)\(path\)"
-    refused(words, saving.load, path, emptied(plain))
+    refused(r"was not written by saving.save.*write saving.plan\(path, model\)\(p", saving.load, path, emptied(plain))
     assert_same(planned(path, emptied(plain)), plain)
 
 
@@ -152,27 +143,23 @@ def _archive(*names):
     return file.getvalue()
 
 
-_MANY = msgpack_serialize({f"w{i}": np.ones(1) for i in range(20)})
-_OTHERS = [
-    (pickle.dumps([1], 2), r"is a pickle; .*pickle\.load\(open\(path"),
-    (pickle.dumps({"w": np.ones(2)}), r"is a pickle; .*pickle\.load\(open\(path"),
-    (_archive("model/data.pkl", "model/data/0"), r"as PyTorch writes it; .*safetensors\.torch\.save_file"),
-    (b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", r"as PyTorch writes it; .*with PyTorch"),  # before archives
-    (_archive("m/data.pkl", "m/constants.pkl", "m/code/a.py"), r"TorchScript; .*torch\.jit\.load"),
-    (_archive("w.npy"), r"np\.savez; use np.load\(path\) as source: saving\.plan\(np\.load\(path\), model\)"),
-    (b"\x93NUMPY\1\0", r"NumPy, as by eqx\.tree_serialise_leaves"),
-    (msgpack_serialize({"params": {"w": np.ones(2)}}), r"MessagePack, as Flax .*msgpack_restore"),
-    (_MANY, r"MessagePack, as Flax .*msgpack_restore"),
-    (b"\x89HDF\r\n\x1a\n" + bytes(40), r"HDF5; open it with h5py\.File"),
-    (b"GGUF\3\0\0\0" + bytes(40), r"GGUF; .*gguf\.GGUFReader\(path\)"),
-    (b"\x08\x08\x12\x07pytorch\x1a\x05", r"ONNX; .*onnx\.load\(path\)"),
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "pointer of Git LFS .*git lfs pull"),
-    (b"\n<!DOCTYPE html><html lang='en'>", "a web page, as a failed download .*again"),
-]
-
-
 def test_a_file_of_another_program_is_called_by_its_name(path):
-    for content, said in _OTHERS:
+    for content, said in [
+        (pickle.dumps([1], 2), r"is a pickle; .*pickle\.load\(open\(path"),
+        (pickle.dumps({"w": np.ones(2)}), r"is a pickle; .*pickle\.load\(open\(path"),
+        (_archive("model/data.pkl", "model/data/0"), r"as PyTorch writes it; .*safetensors\.torch\.save_file"),
+        (b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", r"as PyTorch writes it; .*with PyTorch"),  # before archives
+        (_archive("m/data.pkl", "m/constants.pkl", "m/code/a.py"), r"TorchScript; .*torch\.jit\.load"),
+        (_archive("w.npy"), r"np\.savez; use np.load\(path\) as source: saving\.plan\(np\.load\(path\), model\)"),
+        (b"\x93NUMPY\1\0", r"NumPy, as by eqx\.tree_serialise_leaves"),
+        (msgpack_serialize({"params": {"w": np.ones(2)}}), r"MessagePack, as Flax .*msgpack_restore"),
+        (msgpack_serialize({f"w{i}": np.ones(1) for i in range(20)}), r"MessagePack, as Flax .*msgpack_restore"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(40), r"HDF5; open it with h5py\.File"),
+        (b"GGUF\3\0\0\0" + bytes(40), r"GGUF; .*gguf\.GGUFReader\(path\)"),
+        (b"\x08\x08\x12\x07pytorch\x1a\x05", r"ONNX; .*onnx\.load\(path\)"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "pointer of Git LFS .*git lfs pull"),
+        (b"\n<!DOCTYPE html><html lang='en'>", "a web page, as a failed download .*again"),
+    ]:
         path.write_bytes(content)
         for read, *like in ((saving.load, {}), (saving.metadata,), (saving.names,)):
             refused(said, read, path, *like)
@@ -195,7 +182,7 @@ def test_it_is_read_whatever_its_name_and_length(tmp_path):
 
 
 @pytest.mark.usefixtures("without_type_checks")
-def test_metadata_is_text_by_text(path, tmp_path):
+def test_metadata_is_text_by_text(path):
     said = {"": "", "run": "7", 'é"\n': "😀\0", "treeparams": "1", "checksum": "00000000"}
     saving.save(path, {"w": ramp(2)}, metadata=said)
     assert saving.metadata(path) == saving.metadata(str(path)) == said
@@ -203,14 +190,10 @@ def test_metadata_is_text_by_text(path, tmp_path):
     for wrong, kind, words in [
         ({"treeparams.x": "1"}, ValueError, r"metadata .*: names that start with 'treeparams.' are reserved"),
         ({"x": "\ud800"}, ValueError, r"ud800' is not Unicode text"),
-        *(
-            (each, TypeError, "metadata must be a dictionary of texts, .*, got")
-            for each in ({"x": 1}, {1: "x"}, [1], "x")
-        ),
+        *((its, TypeError, "metadata must be a dictionary of texts, .*got") for its in ({"x": 1}, {1: "x"}, [1], "x")),
     ]:
         refused(words, saving.save, path, {"w": ramp(2)}, metadata=wrong, kind=kind)
     assert saving.metadata(path) == said
-    refused(None, saving.metadata, tmp_path / "none", kind=FileNotFoundError)
 
 
 def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
@@ -220,9 +203,8 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     gone.delete()
     key.delete()
     first = {"big": row(100, 1000)}  # it is written before what fails
-    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
     for tree, kind, words in [
-        ({"abstract": shape}, ValueError, r"'abstract' is float32\[2\] without values"),
+        ({"abstract": jax.ShapeDtypeStruct((2,), "f4")}, ValueError, r"'abstract' is float32\[2\] without values"),
         (first | {"gone": gone}, RuntimeError, "'gone' has been deleted, as by a step that donates it; keep a copy"),
         (first | {"key": key}, RuntimeError, "'key' has been deleted"),
         (first | {"n\ud800": ramp(1)}, ValueError, r"n\\ud800' is not Unicode text"),
@@ -233,9 +215,6 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     refused(r"'w' is float32\[2\] without values", jax.jit(lambda w: saving.save(path, {"w": w})), ramp(2))
     assert names_in(tmp_path) == ["m"]
     assert_same(saving.load(path, {"w": ramp(2)}), {"w": ramp(2)})
-
-
-# -- Into a tree: its ties and the file's, all that does not fit at once, and where the arrays lie ---------------------
 
 
 class Frozen(eqx.Module):
@@ -268,13 +247,7 @@ def test_what_does_not_train_is_read_at_its_own_path(path, case, is_one):
         assert not [row for row in tp.diff(got, saved).rows if row.what == "elements"]
     if case == "frozen":
         arrays = dict(saving.names(path))
-        traced = jax.jit(plan)(arrays | {"b": arrays.get("b", arrays["a"])})
-        np.testing.assert_array_equal(traced.b, saved.b)
-
-
-class Codec(eqx.Module):
-    encoder: jax.Array
-    decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
+        np.testing.assert_array_equal(jax.jit(plan)(arrays | {"b": arrays.get("b", arrays["a"])}).b, saved.b)
 
 
 class Language(eqx.Module):
@@ -286,20 +259,19 @@ class Language(eqx.Module):
 def test_a_tie_is_in_the_file_once(path):
     shared, count, key = ramp(100, 100), jnp.arange(10), jax.random.key(0)
     model = {"embed": shared, "head": [shared, shared], "n": count, "m": count, "key": (key, key)}
-    got = there_and_back(path, model)
-    assert assert_bits(got, model) == 7
+    assert assert_bits(there_and_back(path, model), model) == 7
     assert path.stat().st_size < shared.nbytes + 2000
     assert set(saving.names(path)) == {"embed", "m", "n", "key.0", "key.1"}  # what is no parameter goes by its path
     # A declared tie too, also through a transform, where its alias is what it is declared to be.
-    codec, language = Codec(shared, shared.T), Language(shared, tp.copy(shared))
-    for model in (codec, language):
+    for model in (Transposed(shared, shared.T), Language(shared, tp.copy(shared))):
         got = there_and_back(path, model)
         assert assert_same(got, model, identity=False) == 2
         assert path.stat().st_size < shared.nbytes + 1000
     assert got.embed is got.head
     # An alias that does not agree yet is stored by itself.
     first, second, third = ramp(2, 3), np.asarray(ramp(3, 2, start=7)), ramp(2, 3, start=9)
-    for model in (Codec(first, second), Language(first, third), Language(first, third, third), Codec(first, first.T)):
+    codecs, languages = [Transposed(first, its) for its in (second, first.T)], [Language(first, third)]
+    for model in (*codecs, *languages, Language(first, third, third)):
         assert_bits(there_and_back(path, model, like=model), model)
 
 
@@ -311,9 +283,8 @@ def test_other_ties_are_refused_with_the_call_that_mends_it(path, where):
     call = {"file": "tp.tie(model, 'deep.0', to='a')", "tree": "tp.untie(model, 'deep.0')"}[where]
     refused(rf"'a'.* are one array in the {where} only: {re.escape(call)}$", there_and_back, path, saved, like)
     assert_bits(saving.load(path, eval(call, {"tp": tp, "model": like})), saved)
-    like, declared = {"encoder": ramp(2, 3), "decoder": ramp(3, 2)}, Codec(ramp(2, 3), ramp(2, 3).T)
-    words = r"'decoder' is transpose.* of 'encoder' in the file, .* declare it, tp.field\("
-    refused(words, there_and_back, path, declared, like)
+    like, declared = {"encoder": ramp(2, 3), "decoder": ramp(3, 2)}, Transposed(ramp(2, 3), ramp(2, 3).T)
+    refused(r"'decoder' is transpose.* of 'encoder' in the file, .* tp.field\(", there_and_back, path, declared, like)
 
 
 def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, monkeypatch):
@@ -339,8 +310,8 @@ def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, mon
 def test_each_array_is_read_once_and_compared_with_its_checksum(path, monkeypatch):
     read, read_at = [], OnDisk.read_at
     tree = {"a": ramp(2), "large": ramp(70, 100), "m": ramp(5), "z": ramp(3)}
-    size = sum(array.nbytes for array in tree.values())
     saving.save(path, tree)
+    size = sum(array.nbytes for array in tree.values())
     first = path.stat().st_size - size
 
     def note(file, into, start):
@@ -356,9 +327,7 @@ def test_each_array_is_read_once_and_compared_with_its_checksum(path, monkeypatc
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
-    for load in (saving.load, planned, lambda path, _: saving.names(path)["z"]):
-        refused("'z' has another checksum than when it was saved", load, path, tree)
-    np.testing.assert_array_equal(saving.names(path)["a"], tree["a"])
+    refused("'z' has another checksum than when it was saved", saving.load, path, tree)
     got = saving.load(path, tree, checksum=False)
     assert [bool((got[name] == tree[name]).all()) for name in tree] == [True, True, True, False]
 
@@ -382,7 +351,7 @@ def test_loaded_arrays_lie_where_those_of_like_do(path):
     # Sharded arrays are written whole, and go back onto one device.
     saving.save(path, got)
     assert_bits(saving.load(path, emptied(tree)), tree)
-    codec = Codec(jax.device_put(ramp(4, 8), rows), jax.device_put(ramp(4, 8).T, rows))
+    codec = Transposed(jax.device_put(ramp(4, 8), rows), jax.device_put(ramp(4, 8).T, rows))
     got = there_and_back(path, codec, like=codec)
     assert assert_same(got, codec) == 2
     assert (got.encoder.sharding, got.decoder.sharding) == (rows, rows)
@@ -422,5 +391,4 @@ def test_a_part_of_a_file(path):
         (saving.plan, {"w": ramp(2)}, "the source has such a model below 'average', 'model'; to load one, write names"),
     ]:
         refused(words, call, path, like)
-    words = "'' is a Names, which JAX does not have, so it would not be saved"
-    refused(words, saving.save, path, saving.names(path), kind=TypeError)
+    refused("'' is a Names, which .* would not be saved", saving.save, path, saving.names(path), kind=TypeError)

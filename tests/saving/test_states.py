@@ -15,18 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import treeparams as tp
 from treeparams import optim, saving
 
-from ..zoo import first_devices, ramp
+from ..zoo import STACKS, filled, first_devices, ramp
 from .files import bits, refused, taken, there_and_back
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-MODEL = {
-    "a": ramp(2),
-    "b": [ramp(2, 2), ramp(2, start=3)],
-    "*.c": ramp(),
-    "d": eqx.nn.Linear(2, 1, key=jax.random.key(0)),
-}
-MODEL["tied"] = MODEL["b"][1]
+SHARED = ramp(2, start=3)
+MODEL = {"a": ramp(2), "b": [ramp(2, 2), SHARED], "*.c": ramp(), "d": filled(eqx.nn.Linear, 2, 1), "tied": SHARED}
 NARROW = MODEL | {"a": ramp(2, dtype=jnp.bfloat16)}
 SLOTS = tp.layout(MODEL).paths
 NONE = jax.tree.map(lambda _: False, MODEL)
@@ -60,11 +55,7 @@ RUNS = [
     ("masked", "tree", set(SLOTS), [({"b.0", "a"}, True)], MODEL, "everything"),
     ("rows", "stacks", _PART, [({_EACH, "b.1"}, True), ({"a"}, True), (set(SLOTS), True)], NARROW, "a part"),
 ]
-
-
-def with_ties(paths):
-    """A tie is trained as a whole."""
-    return sorted(paths | {"tied"}) if "b.1" in paths else sorted(paths)
+with_ties = lambda paths: sorted(paths | {"tied"} if "b.1" in paths else paths)  # a tie is trained as a whole
 
 
 def by_history(state):
@@ -114,10 +105,8 @@ def test_the_state_of_a_net_of_flax_is_restored_whatever_was_frozen(form, path):
     tx = optim.trainable(optax.adam(0.1), form=form)
     everything, state = tp.layout(params), jax.device_put(taken(tx.init(params)))
     frozen = optim.set_trainable(tx, state, params, tp.layout(params, freeze="a"))
-    for held, trained in (
-        (frozen, ("b.bias", "b.kernel")),
-        (optim.set_trainable(tx, frozen, params, everything), everything.paths),
-    ):
+    thawed = optim.set_trainable(tx, frozen, params, everything)
+    for held, trained in ((frozen, ("b.bias", "b.kernel")), (thawed, everything.paths)):
         loaded = there_and_back(path, held, tx.init(params))
         assert loaded.layout.paths == trained
         assert not tp.diff(loaded, held)
@@ -132,19 +121,11 @@ def test_a_rule_whose_state_is_the_gradients_alone(form, path):
     assert not tp.diff(there_and_back(path, held, tx.init(model)), held)
 
 
-# -- Orbax takes our trees as they are: saved over four devices, restored over two and on one --------------------------
-
-
-class Layer(eqx.Module):
-    weight: jax.Array
-    scale: jax.Array
-
-
 class Model(eqx.Module):
     """Two dtypes, equal layers, something frozen, a count, a function; ties by identity and through a transpose."""
 
     embed: jax.Array
-    layers: tuple[Layer, ...]
+    layers: tuple[dict[str, jax.Array], ...]
     mean: jax.Array = tp.field(trainable=False)
     head: jax.Array = tp.field(tied_to="embed", transform=jnp.transpose)
     calls: jax.Array
@@ -153,10 +134,10 @@ class Model(eqx.Module):
 
 
 def make(seed):
-    embed = np.random.default_rng(seed).normal(size=(8, 4)).astype("f")
-    embed[0, :2] = np.nan, -0.0
-    layers = tuple(Layer(ramp(4, 4, start=i), ramp(4, dtype=jnp.bfloat16, start=i)) for i in range(4))
-    embed = jnp.asarray(embed)
+    values = np.random.default_rng(seed).normal(size=(8, 4)).astype("f")
+    values[0, :2] = np.nan, -0.0
+    embed, low = jnp.asarray(values), functools.partial(ramp, dtype=jnp.bfloat16)
+    layers = tuple({"weight": ramp(4, 4, start=i), "scale": low(4, start=i)} for i in range(4))
     return Model(embed, layers, ramp(8, start=seed), embed.T, jnp.asarray(seed), embed)
 
 
@@ -172,11 +153,7 @@ def shapes_over(tree, devices):
     return jax.tree.map(shape, tree)
 
 
-TXS = {
-    "trainable": optim.trainable(ADAM),
-    "stacked": optim.trainable(MOMENTUM, form="stacks"),
-    "histories": optim.trainable(MOMENTUM),
-}
+TXS = {"trainable": optim.trainable(ADAM), "stacked": STACKS(MOMENTUM), "histories": optim.trainable(MOMENTUM)}
 
 
 def stepped(name, model):
@@ -194,62 +171,54 @@ TREES = {
     "average": lambda model: tp.Ema(model, decay=0.9).update(model),
     **{name: lambda model, name=name: stepped(name, model) for name in TXS},
 }
+ORBAX = orbax.checkpoint.StandardCheckpointer()
 
 
-def restored(folder, *like):
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder, *like)
-
-
-def without_target(folder, tree):
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, tree)
-    return restored(folder)
+def stored(folder, tree):
+    ORBAX.save(folder, tree)
+    ORBAX.wait_until_finished()
+    return folder
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with each tree, whose arrays lay over four devices, and these trees."""
+    """The folder of each tree, whose arrays lay over four devices, and these trees: Orbax takes them as they are."""
     folder = tmp_path_factory.mktemp("orbax")
     lay = lambda leaf: jax.device_put(leaf, sharding(leaf, 4)) if eqx.is_array(leaf) else leaf
     with jax.numpy_dtype_promotion("standard"):
         trees = {name: jax.tree.map(lay, of(make(0))) for name, of in TREES.items()}
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        for name, tree in trees.items():
-            checkpointer.save(folder / name, tree)
-    return folder, trees
+    return {name: stored(folder / name, tree) for name, tree in trees.items()}, trees
 
 
 @pytest.mark.parametrize(("name", "devices"), [*((name, 2) for name in TREES), ("stacked", 1)])
 def test_trees_come_back_bit_for_bit_over_fewer_devices(saved, name, devices):
-    folder, trees = saved
+    folders, trees = saved
     assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(trees[name]))
     like = shapes_over(TREES[name](make(1)), devices)
-    back = restored(folder / name, like)
+    back = ORBAX.restore(folders[name], like)
     assert jax.tree.structure(back) == jax.tree.structure(like)
     assert bits(back) == bits(trees[name])
     assert all(leaf.sharding == sharding(leaf, devices) for leaf in jax.tree.leaves(back))
 
 
 def test_the_model_of_params_and_rest_is_tied_as_before(saved):
-    folder, trees = saved
-    model = tp.combine(*(restored(folder / name, shapes_over(trees[name], 2)) for name in ("params", "rest")))
+    folders, trees = saved
+    model = tp.combine(*(ORBAX.restore(folders[name], shapes_over(trees[name], 2)) for name in ("params", "rest")))
     assert model.same is model.embed
     assert tp.layout(model) == tp.layout(make(0))
     assert bits(model) == bits(make(0))
 
 
 def test_a_plan_is_made_of_the_metadata_and_takes_what_is_restored(saved):
-    folder, trees = saved
+    folders, trees = saved
     model = {"table": ramp(8, 4), "weights": ramp(4, 4, 4), "scales": ramp(4, 4, dtype=jnp.bfloat16)}
     rename = {"embed": "table", "layers.*.weight": "weights", "layers.*.scale": "scales"}
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(folder / "params")
+    metadata = ORBAX.metadata(folders["params"])
     each_once = ["embed", *(f"layers.{i}.{name}" for i in range(4) for name in ("scale", "weight"))]
     assert list(saving.names(metadata)) == each_once
-    old = restored(folder / "params", shapes_over(trees["params"], 2))
+    old = ORBAX.restore(folders["params"], shapes_over(trees["params"], 2))
     new = saving.plan(metadata, shapes_over(model, 2), rename=rename)(old)
-    stacks = {f"{name}s": np.stack([getattr(layer, name) for layer in old.layers]) for name in ("scale", "weight")}
+    stacks = {f"{name}s": np.stack([layer[name] for layer in old.layers]) for name in ("scale", "weight")}
     assert bits(new) == bits(stacks | {"table": old.embed})
     assert all(leaf.sharding == sharding(leaf, 2) for leaf in jax.tree.leaves(new))
 
@@ -262,21 +231,19 @@ FROZEN = {
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_state_restored_without_a_target_is_that_of_its_plan(name, tmp_path):
-    """Whatever was frozen and thawed; the plan may rename it."""
     tx, model = optim.trainable(FROZEN[name]), make(0)
     new, state = {"net": model}, tx.init(model)
     for choice in ("layers.[01]", "layers.[12]"):
         state = jax.device_put(taken(optim.set_trainable(tx, state, model, choice)))
-    whatever = without_target(tmp_path / "state", state)
+    whatever = ORBAX.restore(stored(tmp_path / "state", state))
     back = saving.plan(model, model).state(whatever, like=tx.init(model))
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert bits(back) == bits(state)
     if name != "groups":
-        renamed = saving.plan(model, new, rename={"**": "net.**"}).state(whatever, like=tx.init(new))
-        assert bits(renamed) == bits(state)
-    # Where arrays are joined, nothing tells of which parameters they are.
+        renamed = saving.plan(model, new, rename={"**": "net.**"})
+        assert bits(renamed.state(whatever, like=tx.init(new))) == bits(state)
     words = "nothing tells which parameters the arrays of the state are of"
     for form in ("vector", "stacks") if name == "clip" else ():
         tx, pair = optim.trainable(MOMENTUM, form=form), {"a": ramp(2), "b": ramp(2)}
-        whatever = without_target(tmp_path / form, tx.init(pair))
+        whatever = ORBAX.restore(stored(tmp_path / form, tx.init(pair)))
         refused(words, saving.plan(pair, pair).state, whatever, like=tx.init(pair))

@@ -4,6 +4,7 @@ No array is made when this file is imported: the other process forks first.
 """
 
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -111,14 +112,12 @@ def test_a_link_stays_one(tmp_path):
     assert (names_in(tmp_path), names_in(target.parent)) == (["link", "there"], ["m"])
 
 
-def test_others_may_read_it_as_any_new_file_and_a_replaced_one_as_before(tmp_path, monkeypatch):
+def test_others_may_read_it_as_any_new_file_and_a_replaced_one_as_before(tmp_path, monkeypatch, request):
     path, modes, pieces_of = tmp_path / "m", [], files._pieces_of
+    request.addfinalizer(functools.partial(os.umask, os.umask(0o022)))
     for umask in (0o022, 0o077):
-        before = os.umask(umask)
-        try:
-            saving.save(tmp_path / f"{umask}", tree_of(1))
-        finally:
-            os.umask(before)
+        os.umask(umask)
+        saving.save(tmp_path / f"{umask}", tree_of(1))
         assert (tmp_path / f"{umask}").stat().st_mode & 0o777 == 0o666 & ~umask
 
     def note_mode(leaf):
@@ -153,8 +152,7 @@ def test_a_file_that_gets_another_owner_allows_no_more_than_before(tmp_path, mon
 
 def test_an_array_that_changes_while_it_is_written(tmp_path, monkeypatch):
     """As another thread may change a replay buffer, at the worst moment: between the checksum and the write."""
-    crc32 = files.crc32
-    large = 300_000  # more than is written at once
+    crc32, large = files.crc32, 300_000  # more than is written at once
     for live in (np.zeros(10), np.zeros(large), np.zeros(2 * large)[::2], np.zeros((600, 500)).T, np.zeros(())):
 
         def and_change(piece, value=0, live=live):
@@ -187,8 +185,6 @@ def test_a_save_within_a_save_disturbs_neither(tmp_path, monkeypatch, moment):
     assert (names_in(tmp_path), fill_of(path)) == (["m"], 1)  # the last one wins
 
 
-# -- In another process ------------------------------------------------------------------------------------------------
-
 RULE = optax.sgd(optax.linear_schedule(0.1, 0.0, 20), momentum=0.9)
 TXS = {form: optim.trainable(RULE, form=form) for form in ("tree", "vector", "stacks")}
 
@@ -201,7 +197,8 @@ def other(trained, tmp_path_factory, request):
         "from tests.saving.test_writing import *\n"
         f"saves_that_end_early({folders[0]!r}, {is_long})\n"
         f"processes_at_one_file({folders[1]!r}, {is_long})\n"
-        f"go_on({str(trained[0])!r})\n"
+        "fresh = {form: begun(5, tx) for form, tx in TXS.items()}\n"
+        f"saving.save('{trained[0]}/after', step(saving.load('{trained[0]}/before', fresh)))\n"
         "receive()"
     )
     arguments, root = [sys.executable, "-W", "ignore", "-c", code], pathlib.Path(__file__).parents[2]
@@ -210,15 +207,11 @@ def other(trained, tmp_path_factory, request):
         process.stdin.close()
 
 
-def begun(seed):
-    """A tied model, an optimiser, a key and an average, for each form of the optimiser."""
-    runs = {}
-    for name, tx in TXS.items():
-        shared = ramp(2, 3, start=seed)
-        model = {"embed": shared, "head": shared, "bias": ramp(3, start=seed), "n": jnp.asarray(np.int32(seed))}
-        run = {"model": model, "state": tx.init(model), "average": tp.Ema(model, 0.5), "key": jax.random.key(seed)}
-        runs[name] = run
-    return runs
+def begun(seed, tx):
+    """A tied model, the state of its optimiser, a key and an average."""
+    shared = ramp(2, 3, start=seed)
+    model = {"embed": shared, "head": shared, "bias": ramp(3, start=seed), "n": jnp.asarray(np.int32(seed))}
+    return {"model": model, "state": tx.init(model), "average": tp.Ema(model, 0.5), "key": jax.random.key(seed)}
 
 
 @tp.jit
@@ -238,19 +231,13 @@ def step(runs):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Runs in the middle of their training, and the folder in which they are saved."""
-    folder, runs = tmp_path_factory.mktemp("states"), begun(3)
-    for form, tx in TXS.items():
-        state = taken(runs[form]["state"])
+    folder, runs = tmp_path_factory.mktemp("states"), {form: begun(3, tx) for form, tx in TXS.items()}
+    for tx, run in zip(TXS.values(), runs.values(), strict=True):
+        run["state"] = taken(run["state"])
         for trainable in ("bias", None):  # a part is frozen for a step, and thawed
-            state = taken(optim.set_trainable(tx, state, runs[form]["model"], trainable), 1)
-        runs[form]["state"] = state
+            run["state"] = taken(optim.set_trainable(tx, run["state"], run["model"], trainable), 1)
     saving.save(folder / "before", runs)
     return folder, runs
-
-
-def go_on(folder):
-    """In the other process: the runs as they were saved, one step, and saved again."""
-    saving.save(f"{folder}/after", step(saving.load(f"{folder}/before", begun(5))))
 
 
 def test_training_goes_on_in_another_process_bit_for_bit(trained, other):
@@ -277,46 +264,44 @@ def forks_that_end(count, work):
     return sum(int.from_bytes(os.read(results[0], 4), "little") for _ in children)
 
 
+def error_of_a_save(path, fill):
+    try:
+        saving.save(path, tree_of(fill))
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return ""
+
+
 def processes_at_one_file(folder, is_long):
     path = pathlib.Path(folder, "shared")
     many, rounds = {f"w{i}": np.full(50 + i, i, "f") for i in range(8)}, 2000 if is_long else 20
 
     def errors_of_a_saver(number):
-        errors = 0
-        for _ in range(rounds):
-            try:
-                saving.save(path, tree_of(number))
-            except OSError:
-                errors += 1
-        return errors
+        return sum(error_of_a_save(path, number) != "" for _ in range(rounds))
 
     def errors_of_a_reader(number):
         return sum(bool((names[f"w{i % 8}"] != i % 8).any()) for i in range(number, number + 25 * rounds))
 
     errors = forks_that_end(8, errors_of_a_saver)
-    found = saving.load(path, tree_of(0))
+    found, left = saving.load(path, tree_of(0)), names_in(path.parent)
     is_whole = [np.unique(found[name].real).tolist() for name in ("first", "z", "low")]
-    left = names_in(path.parent)
     saving.save(path, many)
     names = saving.names(path)
-    print(json.dumps({"savers": [errors, is_whole, left], "readers": forks_that_end(8, errors_of_a_reader)}))
+    print(json.dumps([errors, is_whole, left, forks_that_end(8, errors_of_a_reader)]))
 
 
 def test_processes_that_save_to_one_path_or_read_from_one_file(other):
-    found = other[1][1]
-    errors, values, left = found["savers"]
-    assert (errors, left) == (0, ["shared"])
+    errors, values, left, wrong_reads = other[1][1]
+    assert (errors, left, wrong_reads) == (0, ["shared"], 0)
     assert values in [[[number]] * 3 for number in range(8)]  # all of one saver
-    assert found["readers"] == 0
 
 
 def saves_that_end_early(folder, is_long):
     path = pathlib.Path(folder, "m")
-    found = {"killed": [], "full": []}
+    found = {"killed": [], "cut": [], "full": []}
 
     def report(kind, ending):
-        left = names_in(path.parent)
-        found[kind].append([ending, fill_of(path), len(left)])
+        found[kind].append([ending, fill_of(path), len(names_in(path.parent))])
         saving.save(path, tree_of(1))
         assert names_in(path.parent) == ["m"]
 
@@ -324,10 +309,9 @@ def saves_that_end_early(folder, is_long):
         child = os.fork()
         if child == 0:
             prepare(argument)
-            saving.save(path, tree_of(2))
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "done"
+            os._exit(error_of_a_save(path, 2) != "")
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return signal.Signals(-code).name if code else "done"
 
     def kill_at_line(count):
         """Has the process kill itself before the n-th line of those that write a file."""
@@ -354,13 +338,9 @@ def saves_that_end_early(folder, is_long):
         report("killed", ending)
         line += 1 if is_long else 4
     for at in places:
-        report("killed", in_a_fork(kill_at_byte, at))
-    for at in places:
+        report("cut", in_a_fork(kill_at_byte, at))
         resource.setrlimit(resource.RLIMIT_FSIZE, (at, resource.RLIM_INFINITY))
-        try:
-            saving.save(path, tree_of(2))
-        except OSError as error:
-            ending = errno.errorcode[error.errno]
+        ending = error_of_a_save(path, 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         report("full", ending)
     print(json.dumps(found))
@@ -368,16 +348,12 @@ def saves_that_end_early(folder, is_long):
 
 def test_a_save_that_is_killed_or_finds_the_disk_full_leaves_the_old_file_or_the_new(other):
     found = other[1][0]
-    *killed, done = [each for each in found["killed"] if each[0] != "SIGXFSZ"]
-    assert len(killed) >= 20
-    assert done == ["done", 2, 1]
-    assert {ending for ending, *_ in killed} == {"SIGKILL"}
-    assert [fill for _, fill, _ in killed] == sorted(fill for _, fill, _ in killed)  # the old one first, then the new
-    assert {fill for _, fill, _ in killed} == {1, 2}
-    assert {left for *_, left in killed} == {1, 2}  # what is left of some is gone after the next save
-    in_a_write = [each for each in found["killed"] if each[0] == "SIGXFSZ"]
-    assert in_a_write == [["SIGXFSZ", 1, 2]] * 5
-    assert found["full"] == [["EFBIG", 1, 1]] * 5
+    assert (found["cut"], found["full"]) == ([["SIGXFSZ", 1, 2]] * 5, [["EFBIG", 1, 1]] * 5)
+    *killed, done = found["killed"]
+    assert (len(killed) >= 20, done) == (True, ["done", 2, 1])
+    endings, fills, left = zip(*killed, strict=True)
+    assert (set(endings), set(fills), list(fills)) == ({"SIGKILL"}, {1, 2}, sorted(fills))  # the old one first
+    assert set(left) == {1, 2}  # what is left of some is gone after the next save
 
 
 class Net(eqx.Module):
@@ -385,10 +361,6 @@ class Net(eqx.Module):
     layers: list
     head: jax.Array
     mean: jax.Array = tp.field(trainable=False)
-
-
-class Other(Net):
-    pass
 
 
 def raveled(cls):
@@ -400,7 +372,7 @@ def raveled(cls):
 def receive():
     """In the other process: what it has, and then what each message makes of it."""
     jax.config.update("jax_enable_x64", True)
-    (vector, restructure), version = raveled(Other), None
+    (vector, restructure), version = raveled(type("Other", (Net,), {})), None
     print(json.dumps([restructure.layout.digest, jax.device_count(), str(jnp.arange(1).dtype)]), flush=True)
     while size := sys.stdin.buffer.read(8):
         message = sys.stdin.buffer.read(struct.unpack("<q", size)[0])
