@@ -16,11 +16,11 @@ PACKAGE = pathlib.Path("treeparams")
 FOLDERS = ("optim", "saving", "_files", "sharding", "nested", "matrices")
 LIMITS = {
     "lines of code, core": 6205,
-    "lines of code, _files": 708,
+    "lines of code, _files": 709,
     "lines of code, matrices": 770,
     "lines of code, nested": 669,
     "lines of code, optim": 2179,
-    "lines of code, saving": 1892,
+    "lines of code, saving": 1890,
     "lines of code, sharding": 1215,
     "lines of code": 13638,
     "files": 83,

@@ -38,7 +38,6 @@ def like():
 
 @pytest.fixture(scope="module")
 def good(path, like):
-    """The bytes of a good file, and where its arrays begin."""
     saving.save(path, like | tree_of(1), metadata={"run": "7"})
     return path.read_bytes(), header_of(path.read_bytes())[1]
 
@@ -93,7 +92,6 @@ def test_a_file_that_changes_while_it_is_read(path, good):
 
 
 def test_each_array_that_is_read_is_compared_with_its_checksum(path):
-    """Of a model, its optimiser's state and its average, of which one byte of each is another one."""
     model = {"w": ramp(3), "v": ramp(2)}
     tx, average = optim.trainable(optax.sgd(0.1, momentum=0.9)), tp.Ema(model, decay=0.5)
     saving.save(path, {"model": model, "optimiser": tx.init(model), "average": average})

@@ -25,14 +25,12 @@ from .files import abstract, assert_bits, bits, emptied, refused
 
 
 def params(start=0.0):
-    """Parameters of several shapes and dtypes, two of them one, some frozen by their dtype."""
     shared = ramp(2, 3, start=start)
     narrow = ramp(70, dtype=jnp.bfloat16, start=start)
     return {"a": shared, "n": jnp.arange(3), "b": [narrow, ramp(2, 3, start=start + 1)], "z": shared}
 
 
 def unchanged(words, message, have, *rest, **options):
-    """Checks that a message is refused, and that nobody has written into what one has."""
     before = bits(have)
     refused(words, saving.loads, message, have, *rest, **options)
     assert bits(have) == before
@@ -87,7 +85,6 @@ def test_what_comes_lies_in_buffers_of_its_own():
 
 @st.composite
 def changes(draw):
-    """An array, and one in which some elements are others: few, many, far apart or in runs."""
     dtype = np.dtype(draw(st.sampled_from(["?", "i1", "f2", "f4", "f8", "c8", jnp.bfloat16])))
     size = draw(st.sampled_from([0, 1, 2, 255, 256, 257, 258, 513, 3000]))
     random = np.random.default_rng(draw(st.integers(0, 99)))
@@ -175,7 +172,6 @@ def test_only_newer_messages_come():
 
 
 def messages():
-    """Small messages of each kind, and what they are sent to."""
     tree, long = {"w": ramp(3, dtype=jnp.float16), "key": jax.random.key(1), "n": 5}, {"w": ramp(300)}
     vector, restructure = tp.ravel(long)
     yield saving.dumps(tree, version=2), (tree,)

@@ -60,7 +60,6 @@ def test_rename():
 
 
 def test_quotes_of_a_path_are_not_in_its_way():
-    """What a glob selects in a layout, it takes in a rename; keys with dots are one entry each."""
     model = {"a.b": {"w": row(2)}, "c": {"w": row(1)}}
     assert list(saving.names(model, rename={"*.w": "*.v"})) == ['"a.b".v', "c.v"]
     flat = {"a.b.w": row(2), "c": row(1)}
@@ -87,7 +86,6 @@ def test_stacks_are_in_numeric_order():
 
 
 def test_which_star_stacks():
-    """That of the numbers, of several the last one; which rows there are, the paths of the model say."""
     ours = {"net": [{"w": row(2), "b": {"c": row(3)}}, {}, {"w": row(2) + 5, "b": {"c": row(3) + 5}}]}
     stack = saving.names(ours, rename={"net.*.**": "net.**"})
     assert {name: its[:, 0].tolist() for name, its in stack.items()} == {"net.w": [0, 5], "net.b.c": [0, 5]}
@@ -153,6 +151,7 @@ ERRORS = [  # rename, transform, kind of error, and words of it
 def test_errors():
     for rename, transform, kind, words in ERRORS:
         refused(re.escape(words), saving.plan, _AB, _TO, rename=rename, transform=transform, strict=False, kind=kind)
+    refused("a plan is no source of another one", saving.plan, saving.plan(_AB, _AB), _AB, kind=TypeError)
     layers, below = {"l.0": row(2), "l.1": row(2)}, "'h.*' matches no name; h.*.** matches the names below it, such as"
     for source, rename, transform, words in [
         (layers, {"l.*": "x"}, {"l.?": jnp.sin}, "which matches 'l.0', but that goes with others; write the transform"),

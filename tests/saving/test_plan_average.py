@@ -56,7 +56,6 @@ _composed = lambda *functions: lambda x: functools.reduce(lambda x, f: f(x), fun
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_what_moves_elements_moves_averages_with_all_their_digits(dtype):
-    """The parameters and casts within the function hold fewer."""
     cast, values = lambda x: x.astype(jnp.bfloat16).astype(x.dtype), _NOISE[:4, :4]
     source, casts = {"w": row(4, 4).astype(dtype)}, [cast] if dtype != "float8_e4m3fn" else []
     its = [*MOVES.values()][:9] if casts == [] else MOVES.values()  # it has no product
@@ -112,7 +111,6 @@ FOLLOWED = {
 
 
 def _carried(plan, values, target):
-    """A state in which the moment is this number and count, and what the fresh one begins with."""
     tx = _MOMENTUM
     state = jax.tree.map(lambda x: jnp.asarray(values["w"] / 3) if x.shape == values["w"].shape else x, tx.init(values))
     like = jax.tree.map(lambda x: x - 5 if jnp.issubdtype(x.dtype, jnp.floating) else x, tx.init(target))
@@ -142,7 +140,6 @@ def test_averages_follow_what_is_affine_and_moments_what_moves(name):
 
 
 def test_more_elements_than_memory_holds():
-    """Where each operation moves a whole array, that is seen without numbers; where not, it is refused."""
     sizes = ((2**16, 2**15 + 1), (2, 2**30 + 1), (2**30 + 1, 2))
     many, wide, narrow = ({"w": jax.ShapeDtypeStruct(shape, np.float32)} for shape in sizes)
     turned = jax.jit(lambda x: jnp.stack(jnp.split(x, 2), -1)[0])
@@ -157,7 +154,6 @@ def test_more_elements_than_memory_holds():
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (300, 256)])
 def test_sizes_of_one_to_three_digits(shape):
-    """Of bfloat16, which holds eight binary digits; a change of one row is noticed among many."""
     values = np.random.default_rng(0).normal(size=shape).astype("f")
     source, flat = ({"w": jnp.zeros(each, jnp.bfloat16)} for each in (shape, (values.size,)))
     got = _moved(source, flat, None, {"w": lambda x: x.T.ravel()[::-1]}, {"w": values})

@@ -248,6 +248,7 @@ def test_what_does_not_train_is_read_at_its_own_path(path, case, is_one):
     if case == "frozen":
         arrays = dict(saving.names(path))
         np.testing.assert_array_equal(jax.jit(plan)(arrays | {"b": arrays.get("b", arrays["a"])}).b, saved.b)
+    assert_bits(there_and_back(path, like, like), like)  # into the very same arrays
 
 
 class Language(eqx.Module):
@@ -262,6 +263,8 @@ def test_a_tie_is_in_the_file_once(path):
     assert assert_bits(there_and_back(path, model), model) == 7
     assert path.stat().st_size < shared.nbytes + 2000
     assert set(saving.names(path)) == {"embed", "m", "n", "key.0", "key.1"}  # what is no parameter goes by its path
+    for other in (5.0, "gelu", jnp.tanh):  # in place of its second name
+        refused(r"'head.1' is \w+ in the tree, float32", saving.load, path, model | {"head": [shared, other]})
     # A declared tie too, also through a transform, where its alias is what it is declared to be.
     for model in (Transposed(shared, shared.T), Language(shared, tp.copy(shared))):
         got = there_and_back(path, model)

@@ -29,7 +29,6 @@ Then, Swapped, Grown = model_of("first", "second"), model_of("second", "first"),
 
 
 def run(cls, first=None, second=None):
-    """A model and its state, whose running means are these numbers."""
     model, state = eqx.nn.make_with_state(cls)()
     for layer, mean in ((model.first, first), (model.second, second)):
         if mean is not None:
@@ -104,7 +103,6 @@ def test_a_state_alone_goes_by_number_and_never_into_one_with_names(path):
 
 
 def without_keys(name, *fields):
-    """A class that JAX knows by position alone."""
     cls = type(name, (), {"__init__": lambda self, **values: vars(self).update(values)})
     flatten = lambda each: (tuple(getattr(each, field) for field in fields), None)
     jtu.register_pytree_node(cls, flatten, lambda _, values: cls(**dict(zip(fields, values, strict=True))))

@@ -1,5 +1,6 @@
 """A state of an optimiser is restored whatever was frozen and thawed when it was saved, also by a plan."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -59,7 +60,6 @@ with_ties = lambda paths: sorted(paths | {"tied"} if "b.1" in paths else paths) 
 
 
 def by_history(state):
-    """The structure, the leaves and the count of each history, by what it is of."""
     roles = state.roles
     histories = [*((True, *its) for its in roles.running), *((False, *its) for its in roles.held)]
     each = zip(histories, (*state.runs, *state.held), state.counts, strict=True)
@@ -67,7 +67,6 @@ def by_history(state):
 
 
 def assert_has(state, other):
-    """It is the same state, whatever the order of its histories; it may have more of them."""
     ours, theirs = by_history(state), by_history(other)
     for its, (structure, leaves) in theirs.items():
         assert ours[its][0] == structure
@@ -121,6 +120,19 @@ def test_a_rule_whose_state_is_the_gradients_alone(form, path):
     assert not tp.diff(there_and_back(path, held, tx.init(model)), held)
 
 
+def test_a_rule_that_lists_its_leaves_and_counts_where_those_of_like_are(path):
+    model = {"a": ramp(3), "b": ramp(2, dtype=jnp.bfloat16)}
+    listed = lambda model: [jnp.zeros_like(leaf) for leaf in jax.tree.leaves(model)]
+    tx = optim.trainable(optax.GradientTransformation(listed, lambda updates, state, _: (updates, state)))
+    saving.save(path, taken(tx.init(model)))
+    assert not tp.diff(saving.plan(model, model).state(path, tx.init(model)), taken(tx.init(model)))
+    tx = optim.trainable(ADAM)
+    like = tx.init(model)
+    like = dataclasses.replace(like, still=np.asarray(like.still))
+    thawed = optim.set_trainable(tx, taken(optim.trainable(ADAM, "b").init(model)), model)
+    assert isinstance(there_and_back(path, thawed, like).still, np.ndarray)
+
+
 class Model(eqx.Module):
     """Two dtypes, equal layers, something frozen, a count, a function; ties by identity and through a transpose."""
 
@@ -142,7 +154,6 @@ def make(seed):
 
 
 def sharding(leaf, devices):
-    """By the first axis that some devices divide; scalars whole on each."""
     mesh = Mesh(np.array(first_devices(devices)), ("data",))
     axis = next((axis for axis, length in enumerate(leaf.shape) if length % devices == 0), None)
     return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "data"))

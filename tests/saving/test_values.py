@@ -31,7 +31,6 @@ from .test_saving import JAX_DTYPES, WIDE, patterns
 
 
 def exactly(value):
-    """Equal for values of one type with the same bits; one NaN of Python stands for all."""
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
     return type(value), hex(value) if type(value) is int else repr(value)
@@ -134,7 +133,6 @@ def objects(*items):
 
 
 def hidden(w):
-    """Objects that hold an array, which would not be saved."""
     partial, scale, cached = functools.partial, eqx.nn.LayerNorm(2), lambda x: x
     cached.its = w
     held = [Buffer(w), Buffer([{"a": (1, eqx.nn.Lambda(w))}]), types.SimpleNamespace(a=[w]), Slotted(w)]

@@ -208,7 +208,6 @@ def other(trained, tmp_path_factory, request):
 
 
 def begun(seed, tx):
-    """A tied model, the state of its optimiser, a key and an average."""
     shared = ramp(2, 3, start=seed)
     model = {"embed": shared, "head": shared, "bias": ramp(3, start=seed), "n": jnp.asarray(np.int32(seed))}
     return {"model": model, "state": tx.init(model), "average": tp.Ema(model, 0.5), "key": jax.random.key(seed)}
@@ -230,7 +229,6 @@ def step(runs):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Runs in the middle of their training, and the folder in which they are saved."""
     folder, runs = tmp_path_factory.mktemp("states"), {form: begun(3, tx) for form, tx in TXS.items()}
     for tx, run in zip(TXS.values(), runs.values(), strict=True):
         run["state"] = taken(run["state"])
@@ -248,7 +246,6 @@ def test_training_goes_on_in_another_process_bit_for_bit(trained, other):
 
 
 def forks_that_end(count, work):
-    """Runs some work in forked processes at one moment, and adds up what each returns."""
     ready, go = os.pipe()
     results, children = os.pipe(), []
     for number in range(count):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
@@ -53,7 +54,7 @@ def placed_in_turn(arrays: Iterable[tuple[T, Like]]) -> Iterator[tuple[T, Array]
     waiting, size = dict[T, Like](), 0
     for key, (name, array, like) in arrays:
         if isinstance(array, Tracer) or isinstance(like, Tracer):  # which is nowhere yet
-            yield key, as_in_jax(name, array)
+            yield key, array if isinstance(array, Tracer) else jnp.asarray(as_in_jax(name, array))
         elif isinstance(like, np.ndarray):
             # NumPy only looks at an array of JAX, which cannot be written to, and then this is a copy.
             yield key, _narrowed(name, np.require(array, requirements="W"), like.dtype)

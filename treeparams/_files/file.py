@@ -287,7 +287,7 @@ class File:
             if said["version"] != _VERSION:
                 what = f"{self.source.name} has version {said['version']!r} of the format of treeparams.saving"
                 raise ValueError(f"{what}, but this library reads {_VERSION}; install a newer treeparams")
-            self.words |= said
+            self.words = {"marks": {}, "values": {}, "message": None} | said
             sums, message = np.frombuffer(bytes.fromhex(metadata[_CHECKSUMS]), ">u4"), self.words["message"]
             self._sums = dict(zip(self._arrays, sums.tolist(), strict=True))
             self.is_change = message is not None and message["since"] is not None

@@ -202,9 +202,9 @@ def recorded_in(words: Any, arrays: Mapping[str, Any], start: str = "") -> Itera
             entries, (slots, _, has_rows) = split_path(path), division["blocks"][block]
             place, its = (entries[:before], entries[len(entries) - after :]), [words["slots"][slot] for slot in slots]
             paths, shapes = [own for own, *_ in its], [tuple(shape) for _, _, shape, _ in its]
-            # A node that only wraps one value, such as a variable of Flax, has no entry in a name.
-            own = entries[before : len(entries) - after] if axis is not None else split_path(paths[0])
-            owned[(*place[0], *own, *place[1])] = entries, Owners.of(paths, place, axis, shapes, has_rows)
+            owned[entries] = known = entries, Owners.of(paths, place, axis, shapes, has_rows)
+            if axis is None:  # a node that only wraps one value, such as a variable of Flax, has no entry in a name
+                owned.setdefault((*place[0], *split_path(paths[0]), *place[1]), known)
         for name in [name for name in arrays if is_below(name, at)]:
             named = split_name(name[len(at) + 1 :])
             entries, its = owned.get(named, (named, None))

@@ -163,19 +163,18 @@ class Fit:
         given = given.spelt_as(self.source.specs)
         for at, mark in (self.source.unkeyed or {}).items():
             if (given.unkeyed or {}).get(at, mark) != mark:
-                raise ValueError(
-                    f"expected a {mark[0]} of {mark[1]} children without keys at {at!r}, from which the plan was made, "
-                    "got another class or number of children; make the plan from these arrays"
+                what = (
+                    f"expected a {mark[0]} of {mark[1]} children without keys at {at!r}, from which the plan was made"
                 )
+                raise ValueError(f"{what}, got another class or number of children; make the plan from these arrays")
         self.check_given(given, self.used)
         for name, other in self.same.items():
             if name not in given.specs or given.aliases.get(name, name) == given.aliases.get(other, other):
                 continue
             if given.specs[name] != given.specs[other] or not _are_equal(given[name], given[other]):
-                raise ValueError(
-                    f"{name!r} and {other!r} differ, but were the same array when the plan was made, which uses only "
-                    f"{other!r}; make the plan from these arrays, or drop one, rename={{{name!r}: None}}"
-                )
+                what = f"{name!r} and {other!r} differ, but were the same array when the plan was made"
+                remedy = f"make the plan from these arrays, or drop one, rename={{{name!r}: None}}"
+                raise ValueError(f"{what}, which uses only {other!r}; {remedy}")
         return given
 
     def check_given(self, given: Names, used: Collection[str], *, are_wide: bool = False) -> None:
@@ -198,20 +197,17 @@ class Fit:
         known = {given.aliases.get(name, name) for name in given.specs if name in specs or name in computed}
         unknown = [name for name in given if name not in known]
         if unknown and self.strict:
-            raise ValueError(
-                f"the plan does not know {quoted(unknown)}, which would be lost; make the plan from these arrays, "
-                "saving.plan(arrays, model, ...), and drop some by rename={...: None}, or pass strict=False to it"
-            )
+            remedy = "make the plan from these arrays, saving.plan(arrays, model, ...), and drop some by"
+            remedy += " rename={...: None}, or pass strict=False to it"
+            raise ValueError(f"the plan does not know {quoted(unknown)}, which would be lost; {remedy}")
 
     def filled(self, given: Names) -> list[Any]:
         """Returns the leaves of the model with the given arrays."""
         contents, names = self.contents, self.contents.short_names
         empty = sorted(contents.abstract - self.comes.keys() - contents.aliases.keys())
         if empty:
-            raise ValueError(
-                f"nothing comes to {shown([names[i] for i in empty])}, and the model has no value there either; pass a "
-                "model with values"
-            )
+            what = f"nothing comes to {shown([names[i] for i in empty])}, and the model has no value there either"
+            raise ValueError(f"{what}; pass a model with values")
         besides, taken = list[tuple[_Move, Any]](), set[int]()
 
         def coming() -> Iterator[tuple[int, Like]]:
@@ -229,10 +225,9 @@ class Fit:
         for move, value in besides:
             name, leaf, alias = move.route.sources[0], move.leaf, self.contents.aliases.get(move.leaf)
             if not _are_equal(value, leaves[leaf], in_half_of_digits=bool(alias and alias.transforms)):
-                raise ValueError(
-                    f"{name!r} goes to {names[leaf]!r}, which is tied to {names[self._root(leaf)]!r}, but another "
-                    f"array goes there; drop one of them, rename={{{name!r}: None}}, or tp.untie the model"
-                )
+                what = f"{name!r} goes to {names[leaf]!r}, which is tied to {names[self._root(leaf)]!r}"
+                remedy = f"drop one of them, rename={{{name!r}: None}}, or tp.untie the model"
+                raise ValueError(f"{what}, but another array goes there; {remedy}")
         return leaves
 
     def _arriving(self, given: Names) -> Iterator[tuple[_Move, Any]]:
@@ -245,10 +240,8 @@ class Fit:
             arrays = [given[name] for name in route.sources]
             for i, (name, array) in enumerate(zip(route.sources, arrays, strict=True)):
                 if isinstance(array, jax.ShapeDtypeStruct):
-                    raise ValueError(
-                        f"{name!r} has no value: expected arrays, got jax.ShapeDtypeStructs; "
-                        "jax.eval_shape(plan, arrays) gives the shapes of the model"
-                    )
+                    shapes = "jax.eval_shape(plan, arrays) gives the shapes of the model"
+                    raise ValueError(f"{name!r} has no value: expected arrays, got jax.ShapeDtypeStructs; {shapes}")
                 # A function has met arrays of JAX alone, when the plan was made. It may give back an argument as it is,
                 # which is not to be the array of somebody else.
                 if isinstance(array, np.ndarray) and route.function not in (None, stack, unstack):
@@ -298,7 +291,10 @@ def _are_equal(one: Array, other: Array, in_half_of_digits: bool = False) -> boo
     if isinstance(one, Tracer) or isinstance(other, Tracer):
         return True
     one, other = in_numpy(one), in_numpy(other)
-    if in_half_of_digits:  # one is computed from another parameter, and machines round otherwise
-        near = float(jax.numpy.finfo(one.dtype).eps) ** 0.5
-        return np.allclose(one.astype(complex), other.astype(complex), near, near, equal_nan=True)
-    return bool(np.all((one == other) | ((one != one) & (other != other))))
+    if np.all((one == other) | ((one != one) & (other != other))):
+        return True
+    if not in_half_of_digits:
+        return False
+    # The other is computed from another parameter, and machines round otherwise.
+    near = float(jnp.finfo(other.dtype).eps) ** 0.5
+    return np.allclose(one.astype(complex), other.astype(complex), near, near, equal_nan=True)

@@ -295,6 +295,8 @@ def plan(
             `transform`; a function fails; or the file is damaged, or is a pickle.
         TypeError: a side of `rename` is not a pattern, or a transform is not a function.
     """
+    if isinstance(source, Plan):
+        raise TypeError("a plan is no source of another one; pass its model, saving.plan(plan(arrays), model, ...)")
     if isinstance(model, (str, os.PathLike)):
         raise TypeError("expected a model, got a path; the source comes first: saving.plan(path, model)")
     made = Plan(Fit(Contents(model, trainable), names_of(source), rename, transform, strict))

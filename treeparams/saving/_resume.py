@@ -53,10 +53,8 @@ def _with_histories(state: TrainableState, file: File, path: str) -> TrainableSt
     form, other = _form_in_words(here), _form_in_words(there)
     if form != other:
         names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
-        raise ValueError(
-            f"{what} the form {other!r} in the {file.noun}, {form!r} in the tree. A plan converts it:\n"
-            f"state = saving.plan(model, model).state({names}, like=tx.init(model))"
-        )
+        what = f"{what} the form {other!r} in the {file.noun}, {form!r} in the tree. A plan converts it"
+        raise ValueError(f"{what}:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))")
     known = dict(zip(structure.paths, structure.specs, strict=True))
     together = [(specs_in(each), {history.key for history in histories_in(each)}) for each in (here, there)]
     is_whole = any(division["problem"] for division in here["divisions"] + there["divisions"])
@@ -77,7 +75,8 @@ def _with_histories(state: TrainableState, file: File, path: str) -> TrainableSt
         sides[said.side].append(dataclasses.replace(like_history(shown, layout, stored), count=count))
     layout = trained_at(whole, [leaf for each in sides["runs"] for leaf in index_of(each.layout).positions])
     still = specs.get(f"{start}still")
-    counts = () if still is None else jax.ShapeDtypeStruct(*still[:2])
+    is_alike = is_array(state.still) and still is not None and state.still.shape == still.shape
+    counts = state.still if is_alike else () if still is None else jax.ShapeDtypeStruct(*still[:2])
     return state_of(layout, sides["runs"], sides["held"], counts)
 
 
@@ -124,8 +123,10 @@ class _Like:
         """Returns the node at some entries; new arrays are shapes."""
         before, after = Form.tree(self._before), Form.tree(self._after)
         # A rule of a part that trains nothing has such a copy, too, without arrays.
-        leaves = jtu.tree_flatten_with_path(node, is_leaf=lambda each: isinstance(each, optax.MaskedNode))[0]
-        empty = set() if jtu.tree_leaves(node) else {key_entries(keys) for keys, _ in leaves}
+        empty = set[Entries]()
+        if at not in self._trees and not jtu.tree_leaves(node):
+            leaves = jtu.tree_flatten_with_path(node, is_leaf=lambda each: isinstance(each, optax.MaskedNode))[0]
+            empty = {key_entries(keys) for keys, _ in leaves}
         if at in self._trees or (empty and empty == set(before.entries)):  # of the canonical tree
             there = dict(zip(before.entries, before.treedef.flatten_up_to(node), strict=True))
             return after.treedef.unflatten([self._one(there, entries, at) for entries in after.entries])
@@ -178,6 +179,8 @@ class _Like:
             # A rule of a part has a node without arrays for a parameter of another part.
             nothing = optax.MaskedNode() if "inner_states" in at and not is_kept else None
             node = next(others, nothing)
+        if not key and is_kept:  # the model is one array, whose copy is at the place itself
+            return self._array(node, at)
         return self.node(node, (*at, *key)) if is_kept else node
 
     def _array(self, leaf: Any, at: Entries) -> Any:

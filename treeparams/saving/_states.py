@@ -239,10 +239,10 @@ class _Moving:
         forms = {own.axis is None for each in (self.copies, before.copies) for _, own in each.owned() if own}
         is_whole = olds == {*before.paths} and set(self.homes.values()) == {before}
         if olds and not (is_whole and len(forms) == 1):
-            raise ValueError(
-                "L-BFGS remembers steps of all its parameters together, in one form, so none can be added or left out; "
-                "begin with a fresh state"
+            what = (
+                "L-BFGS remembers steps of all its parameters together, in one form, so none can be added or left out"
             )
+            raise ValueError(f"{what}; begin with a fresh state")
 
     def history(self, home: _Before | None) -> History | None:
         """Returns the history of the parameters that continue an old one, or begin; `None` if there are none.
@@ -341,25 +341,22 @@ class _Moving:
         others = home.copies.common - self.copies.common - {its for its, *_ in home.at.values()}
         labels = [_group_of(its)[-1] for its in others if _unlabelled(its) == _unlabelled(entries)]
         if labels:
-            raise ValueError(
-                f"the group {_group_of(entries)[-1]!r} keeps no array of a parameter, so nothing tells whether it was "
-                f"{first_few(labels)}; give it the same name"
-            )
+            what = f"the group {_group_of(entries)[-1]!r} keeps no array of a parameter"
+            raise ValueError(f"{what}, so nothing tells whether it was {first_few(labels)}; give it the same name")
 
     def check_lost(self) -> None:
         """Rejects arrays, of used parameters or of all in their group, for which the fresh state has no place."""
         after = {old: path for path, its in self.reads.items() for old, _ in its}
+        shared = set(map(_unlabelled, self.copies.common))
         lost = {
             each.name(entries): None
             for each in self.histories
             for (*place, path), (entries, *_) in each.at.items()
-            if path in after and (*place, after[path]) not in self._at
+            if path in after and (place[0] not in shared if place[1] is None else (*place, after[path]) not in self._at)
         }
         if lost:
-            raise ValueError(
-                f"the state has {first_few(list(lost))}, for which the fresh one has no place: it was made by another "
-                "transformation, or a parameter is now in another group, or of another shape"
-            )
+            why = "it was made by another transformation, or a parameter is now in another group, or of another shape"
+            raise ValueError(f"the state has {first_few(list(lost))}, for which the fresh one has no place: {why}")
 
 
 def _history_in_words(history: _Before | None) -> str:

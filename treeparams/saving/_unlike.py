@@ -60,8 +60,9 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         yield f"the {noun} also has {other!r}, which the tree lacks{hint}"
     for name in [name for name in there if name in leaves]:
         i, spec = leaves[name], file.specs.get(name)
-        leaf, is_same = contents.leaves[i], name not in said and spec == contents.structure.specs[i]
-        if not is_same or (isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(name)):  # words take long
+        leaf, is_same = contents.leaves[i], spec is not None and spec == contents.structure.specs[i]
+        is_same = is_same and not (isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(name))
+        if name in said or not is_same:  # words take long
             yield from _unlike_leaf(contents, i, name, file)
 
 
@@ -137,18 +138,16 @@ def _unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> I
         if here is None or there is None:
             continue
         if transforms and (root(here), str(aliases.get(here))) != (there, transforms):
-            yield (
-                f"{alias!r} is {transforms} of {source!r} in the {file.noun}, but the tree declares no such tie: "
-                f"declare it, tp.field(tied_to=..., transform={transforms})"
-            )
+            what = f"{alias!r} is {transforms} of {source!r} in the {file.noun}, but the tree declares no such tie"
+            yield f"{what}: declare it, tp.field(tied_to=..., transform={transforms})"
         are_apart = root(here) != root(there) and contents.abstract.isdisjoint((here, there))
         if not transforms and are_apart and is_tied(here) and is_tied(there):
             call = f"tp.tie(model, {alias!r}, to={source!r})"
             yield f"{alias!r} and {source!r} are one array in the {file.noun} only: {call}"
-    names = {i: name for name, i in leaves.items()}
+    names = {i: name for name, i in leaves.items() if is_tied(i)}
     for i, name in names.items():
         same = names.get(structure.first[i], name)
-        if same != name and is_tied(i) and {same, name} <= file.specs.keys():
+        if same != name and {same, name} <= file.specs.keys():
             yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
 
 
@@ -158,10 +157,8 @@ def _unlike_states(contents: Contents, file: File) -> Iterator[str]:
         is_ours = path in file.words["states"] or (not path and file.words["states"])
         start, ends = f"{path}." if path else "", tuple([f".{name}" for name, *_ in words["slots"]])
         if not is_ours and any(name.startswith(start) and name.endswith(ends) for name in file.specs):
-            yield (
-                f"the state at {path!r} is one of plain Optax in the {file.noun}, of optim.trainable in the tree: "
-                "load it into a state of plain Optax, and write state = optim.from_optax(tx, state, model)"
-            )
+            what = f"the state at {path!r} is one of plain Optax in the {file.noun}, of optim.trainable in the tree"
+            yield f"{what}: load it into a state of plain Optax, and write state = optim.from_optax(tx, state, model)"
 
 
 def _unlike_joined(contents: Contents, file: File) -> Iterator[str]:
@@ -171,29 +168,32 @@ def _unlike_joined(contents: Contents, file: File) -> Iterator[str]:
     """
     said = file.words["restructures"], file.words["states"]
     places = {path: places_in_words(each) for path, each in contents.of_class(Restructure).items()}
-    pairs = [(f"the form that {path!r} opens", here, said[0].get(path, here)) for path, here in places.items()]
+    pairs = list[tuple[str, Any, Any]]()
+    for path, here in places.items():
+        both = ({(path,): place for path, place in its.items()} for its in (here, said[0].get(path, here)))
+        pairs.append((f"the form that {path!r} opens", *both))
     for path, words in contents.states_in_words.items():
         pairs.append((f"the state at {path!r}", _pieces_in(words), _pieces_in(said[1].get(path, words))))
     for where, here, there in pairs:
-        held = [dict.fromkeys(name.partition(" at ")[0] for name in each) for each in (here, there)]
+        held = [dict.fromkeys(path for path, *_ in each) for each in (here, there)]
         name = next((name for name in (*here, *there) if here.get(name) != there.get(name)), None)
         if held[0].keys() != held[1].keys():
             ours, theirs = (first_few(list(names)) or "nothing" for names in held)
-            yield (
-                f"{where} holds {ours} in the tree, {theirs} in the {file.noun}: load with the model that was saved, "
-                "or map its names, saving.plan(path, model, rename={old: new}).state(path, like=tx.init(model))"
-            )
+            plan = "state = saving.plan(old_model, model, rename={old: new}).state(path, like=tx.init(model))"
+            what = f"{where} holds {ours} in the tree, {theirs} in the {file.noun}"
+            yield f"{what}: load with the model that was saved, or map the names of a state, {plan}"
         elif name is not None:
-            ours, theirs = (f"{number} of shape {tuple(shape)}" for number, shape in (here[name], there[name]))
-            yield f"in {where}, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
+            both = here.get(name), there.get(name)
+            ours, theirs = (f"{its[0]} of shape {tuple(its[1])}" if its else "nothing" for its in both)
+            yield f"in {where}, {' at '.join(name)!r} is {ours} in the tree, {theirs} in the {file.noun}"
 
 
-def _pieces_in(words: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _pieces_in(words: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[Any, Any]]:
     """Returns the place of each parameter in the joined arrays of a state, and its shape."""
-    found = dict[str, tuple[Any, Any]]()
+    found = dict[tuple[str, ...], tuple[Any, Any]]()
     for said in words["divisions"]:
         for name, (block, *_) in said["owners"].items():
             for number, slot in enumerate(said["blocks"][block][0]):
                 path, _, shape, _ = words["slots"][slot]
-                found[f"{path} at {name}"] = number, shape
+                found[path, name] = number, shape
     return found
