@@ -229,7 +229,7 @@ def main(processes: int = 4, steps: int = 200, diloco: int = 0, seed: int = 0, p
         processes,
         int(os.environ[PROCESS]),
         heartbeat_timeout_seconds=HEARTBEAT,
-        shutdown_timeout_seconds=HEARTBEAT,
+        shutdown_timeout_seconds=12 * HEARTBEAT,  # the first process goes on alone, and draws
     )
     pixels, labels = load_digits(return_X_y=True)
     every = (pixels / 16).astype(np.float32), labels.astype(np.int32)

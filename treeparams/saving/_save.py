@@ -187,7 +187,7 @@ def metadata(path: FilePath) -> dict[str, str]:
 
     Raises:
         OSError: the file does not exist.
-        ValueError: the file is not a safetensors file, or it is damaged.
+        ValueError: the file is not a safetensors file, it is damaged, or it is a message that changes another one.
     """
     return file_at(path).metadata
 
