@@ -126,7 +126,6 @@ def test_steps_a_plan_and_steps_are_a_plan_of_all_steps(plan, rule, one, other, 
 
 
 def _fresh(rule, layout, start=0):
-    """A state of NumPy arrays, with numbers that are not those of another one, and no trial of the rule."""
     like, at = rule.like(layout), index_of(layout).positions
     leaves, treedef = jax.tree.flatten(like.state)
     arrays = [np.asarray(np.arange(x.size).reshape(x.shape) + start + 50 * i, x.dtype) for i, x in enumerate(leaves)]

@@ -134,8 +134,6 @@ def test_a_rule_that_lists_its_leaves_and_counts_where_those_of_like_are(path):
 
 
 class Model(eqx.Module):
-    """Two dtypes, equal layers, something frozen, a count, a function; ties by identity and through a transpose."""
-
     embed: jax.Array
     layers: tuple[dict[str, jax.Array], ...]
     mean: jax.Array = tp.field(trainable=False)
@@ -168,7 +166,6 @@ TXS = {"trainable": optim.trainable(ADAM), "stacked": STACKS(MOMENTUM), "histori
 
 
 def stepped(name, model):
-    """A state after steps; one of them with three histories, of which one waits."""
     state = taken(TXS[name].init(model))
     for where in ("layers", "layers.1", "layers.0") if name == "histories" else ():
         state = taken(optim.set_trainable(TXS[name], state, model, tp.layout(model, freeze=where)))

@@ -103,4 +103,4 @@ def histories_in(words: Mapping[str, Any]) -> list[Recorded]:
 
 def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:
     """Returns the shapes and dtypes of the parameters that a state belongs to."""
-    return {path: Spec(tuple(shape), np.dtype(dtype), True) for path, _, shape, dtype in words["slots"]}
+    return {said[0]: Spec(tuple(said[2]), np.dtype(said[3]), True) for said in words["slots"]}

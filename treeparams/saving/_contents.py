@@ -201,7 +201,7 @@ def recorded_in(words: Any, arrays: Mapping[str, Any], start: str = "") -> Itera
         for path, (block, before, after, axis) in division["owners"].items():
             entries, (slots, _, has_rows) = split_path(path), division["blocks"][block]
             place, its = (entries[:before], entries[len(entries) - after :]), [words["slots"][slot] for slot in slots]
-            paths, shapes = [own for own, *_ in its], [tuple(shape) for _, _, shape, _ in its]
+            paths, shapes = [slot[0] for slot in its], [tuple(slot[2]) for slot in its]
             owned[entries] = known = entries, Owners.of(paths, place, axis, shapes, has_rows)
             if axis is None:  # a node that only wraps one value, such as a variable of Flax, has no entry in a name
                 owned.setdefault((*place[0], *split_path(paths[0]), *place[1]), known)

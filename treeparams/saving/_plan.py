@@ -5,10 +5,10 @@ import os
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from .._average import Ema
-from .._files.names import head_of, heads_of
+from .._files.names import Names, head_of, heads_of
 from .._slots.layout import Trainable
 from .._tree.paths import nearest
-from .._tree.text import Printed, Table, describe, quoted
+from .._tree.text import Printed, Table, describe, in_short, quoted
 from ..optim._state import TrainableState
 from ._contents import Contents
 from ._fit import Fit, shown
@@ -115,7 +115,13 @@ class Plan(Printed, Generic[M]):
                 than renamed; or the rule does not keep its state leaf by leaf.
             TypeError: `like` is not such a state.
         """
-        return carried_state(self._movers, source, like)
+        try:
+            return carried_state(self._movers, source, like)
+        except (AttributeError, LookupError, TypeError) as error:
+            if not (isinstance(source, (str, os.PathLike, Names)) and isinstance(like, TrainableState)):
+                raise
+            where = "the source" if isinstance(source, Names) else repr(os.fspath(source))
+            raise ValueError(f"{where}: its description of the state cannot be read: {in_short(error)}") from error
 
     @overload
     def average(self, source: Any, like: Ema[M]) -> Ema[M]: ...

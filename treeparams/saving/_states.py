@@ -137,7 +137,7 @@ def _histories(movers: Movers, source: Any, fresh: Copies) -> tuple[list[_Before
     histories = [_Before(*its, get) for its in each]
     aliases, specs = dict[str, str](), planned.specs
     if words:
-        aliases, specs = {alias: path for path, also, *_ in words["slots"] for alias in also}, specs_in(words)
+        specs, aliases = specs_in(words), {alias: said[0] for said in words["slots"] for alias in said[1]}
     at = {name_of(path): (path, history) for history in histories for path in history.paths}
     aliases = {name_of(alias): name_of(path) for alias, path in aliases.items() if name_of(path) in at}
     own = {name: specs[path] for name, (path, _) in at.items()}
@@ -180,10 +180,8 @@ def _restored(planned: Names, names: Names, fresh: Copies) -> Iterator[tuple[Rec
             yield Recorded(side, number, node, list(paths)), Copies(arrays, division)
             number += 1
     if number < count:
-        raise ValueError(
-            "nothing tells which parameters the arrays of the state are of, since they are joined, or since there are "
-            "none; restore it into the shapes of a state, jax.eval_shape(lambda: state)"
-        )
+        what = "nothing tells which parameters the arrays of the state are of, since they are joined, or there are none"
+        raise ValueError(f"{what}; restore it into the shapes of a state, jax.eval_shape(lambda: state)")
 
 
 def _with_values(array: Any, whose: str, name: str) -> Any:
@@ -268,10 +266,8 @@ class _Moving:
         for (at, want), array in zip(part.arrays.items(), arrays, strict=True):
             name, like = join_path(at), self.copies.arrays[at]
             if array.shape != want.shape:
-                raise ValueError(
-                    f"the state has {describe(array)} at {name!r}, but the fresh one has {describe(like)}: it was made "
-                    "by another transformation"
-                )
+                what = f"the state has {describe(array)} at {name!r}, but the fresh one has {describe(like)}"
+                raise ValueError(f"{what}: it was made by another transformation")
             coming[at] = name, in_dtype(array, like.dtype), like if want.shape == like.shape else want
         return dict(placed_in_turn(coming.items()))
 
@@ -389,10 +385,8 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
     if not isinstance(like, Ema):
         raise TypeError(f"expected a fresh average of the new model, like=tp.Ema(model, ...), got {describe(like)}")
     if not {"count", "weight"} <= source.specs.keys():
-        raise ValueError(
-            'expected a tp.Ema, or the names of one, such as saving.names(path, "average"); got names such as '
-            f"{first_few(list(source)[:3])}"
-        )
+        expected = 'expected a tp.Ema, or the names of one, such as saving.names(path, "average")'
+        raise ValueError(f"{expected}; got names such as {first_few(list(source)[:3])}")
     shadows, treedef = jtu.tree_flatten(like.shadow)
     trained, kept = dict(zip(like.rest.layout.paths, shadows, strict=True)), kept_arrays(like.rest)
     movers.check_like([*trained.items(), *kept.items()], "tp.Ema(model, ...)")
