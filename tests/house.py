@@ -15,7 +15,7 @@ import tokenize
 PACKAGE = pathlib.Path("treeparams")
 FOLDERS = ("optim", "saving", "_files", "sharding", "nested", "matrices")
 LIMITS = {
-    "lines of code, core": 6205,
+    "lines of code, core": 6206,
     "lines of code, _files": 709,
     "lines of code, matrices": 770,
     "lines of code, nested": 669,

@@ -88,7 +88,7 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("use", "error", "message"), UNFIT)
-def test_what_does_not_fit(use, error, message):
+def test_what_does_not_fit(use, error, message, without_type_checks):
     with pytest.raises(error, match=message):
         use()
 

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import jax
 import jax.tree_util as jtu
 import numpy as np
 
@@ -27,7 +28,7 @@ from .index import Index, Slot
 from .ties import Alias, find_ties
 from .where import Where, decide
 
-A = TypeVar("A")
+A = TypeVar("A", np.ndarray, jax.Array)
 
 
 class Layout(Printed):

@@ -170,8 +170,8 @@ def _unlike_joined(contents: Contents, file: File) -> Iterator[str]:
     places = {path: places_in_words(each) for path, each in contents.of_class(Restructure).items()}
     pairs = list[tuple[str, Any, Any]]()
     for path, here in places.items():
-        both = ({(path,): place for path, place in its.items()} for its in (here, said[0].get(path, here)))
-        pairs.append((f"the form that {path!r} opens", *both))
+        one, other = ({(path,): place for path, place in its.items()} for its in (here, said[0].get(path, here)))
+        pairs.append((f"the form that {path!r} opens", one, other))
     for path, words in contents.states_in_words.items():
         pairs.append((f"the state at {path!r}", _pieces_in(words), _pieces_in(said[1].get(path, words))))
     for where, here, there in pairs:
