@@ -201,7 +201,8 @@ class Ema(eqx.Module, Generic[M]):
         _weights_of(0.0 if callable(decay) else decay, 0.0 if callable(tau) else tau)
         parts = take_apart(model, trainable, by_path=True)
         self.shadow = parts.canonical([jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots])
-        self.rest = _in_new_buffers(parts.rest)
+        own, count = list(map(copy_leaf, others(parts.rest))), len(kept_arrays(parts.rest))
+        self.rest = with_kept_arrays(parts.rest, own[:count], own[count:])
         self.count = jnp.zeros((), jnp.int32)
         self.weight = jnp.zeros((), jnp.float32)
         self.decay = decay if decay is None or callable(decay) else float(decay)
@@ -254,12 +255,6 @@ class Ema(eqx.Module, Generic[M]):
 
 
 Ema.__module__ = "treeparams"
-
-
-def _in_new_buffers(rest: Rest[M]) -> Rest[M]:
-    """Returns a `Rest` with every array, and every ref, in a new buffer."""
-    own, count = list(map(copy_leaf, others(rest))), len(kept_arrays(rest))
-    return with_kept_arrays(rest, own[:count], own[count:])
 
 
 # -- One step ----------------------------------------------------------------------------------------------------------

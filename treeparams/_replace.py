@@ -69,7 +69,9 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     index = look_up(structure, layout, leaves)[1]
     entries = list(values.items())
     found = index.first_entries(list(values), asked=index.distinct)
-    named = [_nodes_named(structure, where) for where in values]
+    # To read an entry again costs a call of a function, and is needed for models with such nodes alone.
+    has_nodes = any(_represents_array(cls) for cls in {node.cls for node in structure.nodes})
+    named = [_nodes_named(structure, where) if has_nodes else {} for where in values]
     # An array at two places is a tie. So each parameter gets an array of its own where you give one for several.
     taken = {id(leaf) for i, leaf in enumerate(leaves) if is_array(leaf) and index.sources.get(i, i) not in found}
     for source, number in found.items():
@@ -92,13 +94,16 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     return jtu.tree_unflatten(treedef, leaves)
 
 
+def _represents_array(cls: type) -> bool:
+    """Returns whether nodes of a class, of `matrices` or of paramax, represent an array computed from those in them."""
+    return hasattr(cls, "to_dense") or (hasattr(cls, "unwrap") and cls.__name__ != "NonTrainable")
+
+
 def _nodes_named(structure: Structure, where: object) -> dict[int, Any]:
     """Returns for each leaf in a node that a `where` names, and that represents an array, where its leaves lie."""
     found = {}
     for span in [span for match in read(structure, where)[0] for span in match.spans]:
-        cls = object if span.number is None else structure.nodes[span.number].cls
-        # Nodes of `matrices`, or of paramax, whose `NonTrainable` is the array that it holds.
-        if hasattr(cls, "to_dense") or (hasattr(cls, "unwrap") and cls.__name__ != "NonTrainable"):
+        if span.number is not None and _represents_array(structure.nodes[span.number].cls):
             found |= dict.fromkeys(range(span.start, span.stop), span)
     return found
 

@@ -387,7 +387,7 @@ class Block(HashedOnce):
         return [(self.starts[n], self.starts[n + 1] - self.starts[n], self.shapes[n]) for n in numbers]
 
 
-def cast(array: jax.Array, dtype: Any) -> jax.Array:
+def cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Casts an array to a dtype; a complex array loses its imaginary part if the dtype is real."""
     if jnp.iscomplexobj(array) and not is_complex(dtype):
         array = array.real

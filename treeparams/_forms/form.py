@@ -193,9 +193,9 @@ class Form(HashedOnce):
         if self._is_apart:
             return jtu.tree_unflatten(self.treedef, arrays)
         of_each = [[arrays[slot] for slot in slots] for slots in self.members]
-        is_some_at_a_time = any(map(_is_some_at_a_time, self.blocks, of_each))
-        join = functools.partial(map, _join_rows) if is_some_at_a_time else _join_all
-        return jtu.tree_unflatten(self.treedef, join(self.blocks, of_each))
+        is_apart = any(map(_is_some_at_a_time, self.blocks, of_each))
+        leaves = list(map(_join_rows, self.blocks, of_each)) if is_apart else _join_all(self.blocks, of_each)
+        return jtu.tree_unflatten(self.treedef, leaves)
 
     def holding(self, arrays: Sequence[Any]) -> PyTree:
         """Makes the form from one array per slot, each block in the widest dtype of its arrays."""
