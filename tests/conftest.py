@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items):
     """A law holds for models too that train nothing; that these are warned of is a test of its own."""
     for item in items:
         if "long" in item.keywords and not item.config.getoption("--long"):
-            item.add_marker(pytest.mark.skip(reason="a law of which other cases are in each run; all with --long"))
+            item.add_marker(pytest.mark.skip(reason="other cases are in each run; all with --long, see tests/long.py"))
         if "nothing trained" in item.name or "all frozen" in item.name:
             item.add_marker(pytest.mark.filterwarnings("ignore:nothing is trained"))
 

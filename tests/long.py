@@ -1,4 +1,4 @@
-"""Cases that are left to `--long`, of laws of which other cases are in each run."""
+"""Cases that are left to `--long`, of laws of which other cases are in each run; `.ci/run` takes those of pages."""
 
 from collections.abc import Collection, Iterable
 from typing import Any

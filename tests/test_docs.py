@@ -17,6 +17,7 @@ import treeparams as tp
 from treeparams import lax, matrices, nested, optim, saving, sharding
 
 from .blocks import run
+from .long import LONG, some
 
 pytestmark = pytest.mark.timeout(300)  # a page is a whole program
 SITE = pathlib.Path(__file__).parent.parent / "docs"
@@ -27,6 +28,7 @@ TRACED = re.compile(r"nested\.|matrices\.(Post|Pre|mat|lora)|tp\.(grad|vmap|lax|
 OVERVIEW = "how-to/index.md"
 HEAD = re.compile(r"---\ndescription: (.+)\n---\n\n# (.+)\n")
 WITH_CODE = [name for name in PAGES if not name.startswith("api/") and name not in (IDIOMS, OVERVIEW, *PORTS)]
+FIRST = ("index.md", "getting-started.md")  # run each time, and the others by `.ci/run`, as notebooks and examples are
 
 
 def of_site(name):
@@ -43,7 +45,7 @@ names, checked, notebook_pages, benchmark_pages, dialect, search = map(
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", WITH_CODE)
+@pytest.mark.parametrize("name", some(WITH_CODE, long={*WITH_CODE} - {*FIRST}))
 def test_the_code_of_a_page_runs_and_prints_what_is_shown(name):
     namespace, blocks = run(PAGES[name])
     assert blocks
@@ -51,6 +53,7 @@ def test_the_code_of_a_page_runs_and_prints_what_is_shown(name):
     assert any(block.shown for block in blocks)
 
 
+@LONG
 @pytest.mark.usefixtures("standard_promotion")
 def test_each_line_of_the_tables_of_idioms_runs_after_its_code():
     namespace, blocks = run(PAGES[IDIOMS])
