@@ -277,7 +277,7 @@ def _summed(
     # its own. Of parameters that are the same everywhere JAX would sum it over the devices at each piece.
     local = result_varies(lambda slots: of_piece(slots, 0, size), slots)
     added = [local - varying(jax.typeof(slot)) for slot in slots]
-    slots = tuple(vary(slot, axes) for slot, axes in zip(slots, added, strict=True))
+    slots = tuple(vary(slot, local) for slot in slots)
     wide = [jax.dtypes.canonicalize_dtype(float), *(widened(slot.dtype) for slot in slots)]
     dtypes = []  # of the value; the same for all pieces
 
@@ -290,7 +290,7 @@ def _summed(
     # The carry of a scan keeps its type, and the axes over which it differs from device to device are part of that.
     zeros = [jnp.zeros((), wide[0]), *map(jnp.zeros_like, slots, wide[1:])]
     kinds = [local, *(varying(jax.typeof(slot)) for slot in slots)]
-    sums = [vary(each, kind - varying(jax.typeof(each))) for each, kind in zip(zeros, kinds, strict=True)]
+    sums = list(map(vary, zeros, kinds))
     whole, rest = divmod(examples, size)
     sums, _ = jax.lax.scan(lambda sums, i: (add(sums, i * size, size), None), sums, jnp.arange(whole))
     value, *grads = add(sums, whole * size, rest) if rest else sums

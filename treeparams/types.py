@@ -18,4 +18,4 @@ from .optim._state import (
     TrainableState as TrainableState,
 )
 from .optim._updates import MasterState as MasterState, ScaledState as ScaledState
-from .sharding._plan import StepState as StepState
+from .sharding._placement import StepState as StepState

@@ -17,8 +17,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -30,11 +30,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._tree.types import is_complex, widened
-from .mesh import broadcast_as, first_axis_whole, is_sharded, laid_as, replicated, varying_alike
+from .mesh import is_sharded, laid_as, replicated, varying_alike
 
 _Shapes = tuple[tuple[int, ...], ...]
-_Span = tuple[int, int, tuple[int, ...]]
-"""A piece of an axis: where it starts, its size along the axis, and its shape."""
 
 # A shape that stands at fewer places than this is cut at constant offsets. For a net of 10 leaves the conditional below
 # saves a third of the build and costs a tenth of the run time; from some 30 leaves on it saves up to nine tenths of the
@@ -219,11 +217,17 @@ def _batch_cut(arrays: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple[
 def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple[jax.Array, int]:
     # A batch axis comes before the one that is cut, and all pieces must have it. A piece that is the same for the whole
     # batch is repeated, and lies over the devices of a mesh as the others do.
-    mapped = [jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True) if axis is not None]
+    pairs = list(zip(arrays, axes, strict=True))
+    mapped = [jnp.moveaxis(array, axis, 0) for array, axis in pairs if axis is not None]
     given, size = iter(mapped), mapped[0].shape[0]
-    pairs = zip(arrays, axes, strict=True)
-    stacks = [broadcast_as(array, size, mapped) if axis is None else next(given) for array, axis in pairs]
-    return join(stacks, **how), 0
+    over = next((axis for each in mapped if (axis := jax.typeof(each).sharding.spec[0])), None)
+
+    def repeated(array: Any) -> jax.Array:
+        sharding = jax.typeof(array).sharding
+        spec = PartitionSpec(over, *sharding.spec)
+        return jax.lax.broadcast(array, (size,), out_sharding=over and NamedSharding(sharding.mesh, spec))
+
+    return join([repeated(array) if axis is None else next(given) for array, axis in pairs], **how), 0
 
 
 # The maps are linear, so each term of a Taylor series is mapped by itself. `jet` gives the terms of each operand, and
@@ -248,6 +252,16 @@ mlir.register_lowering(_cut_p, mlir.lower_fun(_split_up, multiple_results=True))
 mlir.register_lowering(_cut_p, mlir.lower_fun(_cut_at_run_time, multiple_results=True), platform="cpu")
 mlir.register_lowering(_cut_p, mlir.lower_fun(_cut_on_tpu, multiple_results=True), platform="tpu")
 mlir.register_lowering(_join_p, mlir.lower_fun(_one_array, multiple_results=False))
+
+
+class Strip(NamedTuple):
+    """A piece of an array along one axis."""
+
+    root: Any  # the array, or what stands for it
+    start: int
+    size: int
+    shape: tuple[int, ...]  # without the axes before that axis, which are a batch
+    rank: int  # the number of axes behind that axis, as in `cut`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,24 +381,26 @@ class Block(HashedOnce):
         """Returns the whole array, ready to be cut: rows split over devices, or all of a vector, are gathered."""
         if self.length is None:
             return jnp.asarray(whole)
-        return first_axis_whole(jnp.asarray(whole)) if self.rank else replicated(jnp.asarray(whole))
+        return replicated(jnp.asarray(whole), 1 if self.rank else None)
 
     def some(self, whole: jax.Array, numbers: Set[int]) -> dict[int, jax.Array]:
         """Cuts out the arrays with these numbers."""
         ordered = sorted(numbers)
-        return dict(zip(ordered, _cut_spans(whole, self.rank, self._spans(ordered)), strict=True))
+        return dict(zip(ordered, _cut_strips(whole, self.strips(ordered)), strict=True))
 
     def changed(self, whole: jax.Array, changes: Mapping[int, Callable[[jax.Array], jax.Array]]) -> jax.Array:
         """Returns the whole array with the arrays of these numbers changed: one copy, however many change."""
         numbers = sorted(changes)
-        shapes = _with_gaps(self._spans(numbers), whole.shape[1:], self.shape[0])
+        shapes = _with_gaps(self.strips(numbers), whole.shape[1:], self.shape[0])
         pieces = cut(self.gathered(whole), shapes, self.rank)
         for i, number in enumerate(numbers):
             pieces[2 * i + 1] = changes[number](pieces[2 * i + 1])
         return laid_as(join(pieces, shapes, self.shape[0], self.rank), whole)
 
-    def _spans(self, numbers: Sequence[int]) -> list[_Span]:
-        return [(self.starts[n], self.starts[n + 1] - self.starts[n], self.shapes[n]) for n in numbers]
+    def strips(self, numbers: Iterable[int], root: Any = None) -> tuple[Strip, ...]:
+        """Returns where the arrays with these numbers lie in the whole array, for which `root` stands."""
+        at, shapes = self.starts, self.shapes
+        return tuple([Strip(root, at[n], at[n + 1] - at[n], shapes[n], self.rank) for n in numbers])
 
 
 def cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -405,13 +421,25 @@ def _real(number: Any, dtype: DTypeLike) -> Any:
     return number.astype(dtype) if isinstance(number, jax.Array) else np.asarray(number, dtype)
 
 
-def cut_columns(
-    array: jax.Array, rank: int, columns: Sequence[tuple[Sequence[int], tuple[int, ...]]]
-) -> list[jax.Array]:
-    """Cuts pieces of one shape out of the axis before the last `rank` ones, as one array with a leading axis over them.
+_Column = tuple[Strip, ...]
+"""Strips of one array that differ in their starts alone."""
 
-    A column says where its pieces begin, and their shape. All columns have equally many pieces.
+
+def cut_columns(columns: Iterable[_Column], read: Callable[[Any], jax.Array]) -> dict[_Column, jax.Array]:
+    """Returns each column as one array with a leading axis over its strips; `read` gives the array of a root.
+
+    All columns of an array have equally many strips, and are cut at once.
     """
+    of_array: dict[tuple[Any, int], list[_Column]] = {}
+    for column in dict.fromkeys(columns):
+        of_array.setdefault((column[0].root, column[0].rank), []).append(column)
+    found: dict[_Column, jax.Array] = {}
+    for (root, rank), its in of_array.items():
+        found |= zip(its, _columns_of(read(root), rank, its), strict=True)
+    return found
+
+
+def _columns_of(array: jax.Array, rank: int, columns: Sequence[_Column]) -> list[jax.Array]:
     # A net of three equal layers, each with a bias (b) and a weight (w), lies in a vector like this:
     #
     #     e e e | b b w w w w | b b w w w w | b b w w w w | h h h
@@ -422,9 +450,9 @@ def cut_columns(
     # into the next node. Pieces of other nodes may lie between: they are gaps, and cut out with the rest.
     axis = array.ndim - 1 - rank
     row = array.shape[axis + 1 :]  # inside of a `shard_map` each device has its share of a row
-    shapes = [(*shape[: len(shape) - rank], *row) for _, shape in columns]
-    sizes = np.array([math.prod(shape[: len(shape) - rank]) for shape in shapes], int)
-    starts = np.array([begin for begin, _ in columns], int)
+    shapes = [(*first.shape[: len(first.shape) - rank], *row) for first, *_ in columns]
+    sizes = np.array([first.size for first, *_ in columns], int)
+    starts = np.array([[strip.start for strip in column] for column in columns], int)
     nodes = starts.shape[1]
     first = starts[:, 0].min()
     step = starts[:, 1].min() - first if nodes > 1 else (starts[:, 0] + sizes).max() - first
@@ -435,15 +463,16 @@ def cut_columns(
     order = np.lexsort((sizes, offsets))
     reach = (offsets + sizes)[order] <= np.append(offsets[order][1:], step)
     if first >= 0 and reach.all() and (starts == starts[:, :1] + step * np.arange(nodes)).all():
-        (rows,) = _cut_spans(array, rank, [(int(first), int(nodes * step), (nodes, int(step), *row))])
-        pieces = _cut_spans(rows, rank, [(int(offsets[j]), int(sizes[j]), shapes[j]) for j in order])
-        found = dict(zip(order.tolist(), pieces, strict=True))
+        whole = Strip(None, int(first), int(nodes * step), (nodes, int(step), *row), rank)
+        (rows,) = _cut_strips(array, [whole])
+        parts = [Strip(None, int(offsets[j]), int(sizes[j]), shapes[j], rank) for j in order]
+        found = dict(zip(order.tolist(), _cut_strips(rows, parts), strict=True))
         return [jnp.moveaxis(found[j], axis, 0) for j in range(len(columns))]
     stacks = []
-    for begin, size, shape in zip(starts.tolist(), sizes.tolist(), shapes, strict=True):
-        spans = sorted({(start, size, shape) for start in begin})
-        pieces = dict(zip([start for start, *_ in spans], _cut_spans(array, rank, spans), strict=True))
-        stacks.append(jnp.moveaxis(stacked([pieces[start] for start in begin], len(shape)), axis, 0))
+    for column, shape in zip(columns, shapes, strict=True):
+        strips = sorted({strip._replace(shape=shape) for strip in column}, key=lambda strip: strip.start)
+        pieces = dict(zip([strip.start for strip in strips], _cut_strips(array, strips), strict=True))
+        stacks.append(jnp.moveaxis(stacked([pieces[strip.start] for strip in column], len(shape)), axis, 0))
     return stacks
 
 
@@ -454,18 +483,19 @@ def stacked(arrays: Sequence[jax.Array], rank: int | None = None) -> jax.Array:
     return join(_alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
 
 
-def _cut_spans(array: jax.Array, rank: int, spans: Sequence[_Span]) -> list[jax.Array]:
-    """Cuts ascending spans out of the axis before the last `rank` ones."""
+def _cut_strips(array: jax.Array, strips: Sequence[Strip]) -> list[jax.Array]:
+    """Cuts ascending strips, at least one, out of an array."""
     # The gaps before, between and after are cut too, though often nobody reads them: so it is one cut, whose transpose
     # is one join. Slices of the arrays alone would have as many padded additions for their transpose.
+    rank = strips[0].rank
     axis = array.ndim - 1 - rank
-    return cut(array, _with_gaps(spans, array.shape[axis + 1 :], array.shape[axis]), rank)[1::2]
+    return cut(array, _with_gaps(strips, array.shape[axis + 1 :], array.shape[axis]), rank)[1::2]
 
 
-def _with_gaps(spans: Sequence[_Span], row: tuple[int, ...], length: int) -> _Shapes:
-    """Returns the shapes of ascending spans of an axis, with the gaps around them."""
+def _with_gaps(strips: Iterable[Strip], row: tuple[int, ...], length: int) -> _Shapes:
+    """Returns the shapes of ascending strips of an axis, with the gaps around them."""
     shapes, at = [], 0
-    for start, size, shape in spans:
+    for _, start, size, shape, _ in strips:
         shapes += [(start - at, *row), shape]
         at = start + size
     return (*shapes, (length - at, *row))

@@ -192,7 +192,7 @@ class Form(HashedOnce):
         """Makes the form from one array per slot."""
         if self._is_apart:
             return jtu.tree_unflatten(self.treedef, arrays)
-        of_each = [[arrays[slot] for slot in slots] for slots in self.members]
+        of_each = self._by_block(arrays)
         is_apart = any(map(_is_some_at_a_time, self.blocks, of_each))
         leaves = list(map(_join_rows, self.blocks, of_each)) if is_apart else _join_all(self.blocks, of_each)
         return jtu.tree_unflatten(self.treedef, leaves)
@@ -201,15 +201,16 @@ class Form(HashedOnce):
         """Makes the form from one array per slot, each block in the widest dtype of its arrays."""
         if self._is_apart:
             return self.join(arrays)
-        of_each = [[arrays[slot] for slot in slots] for slots in self.members]
-        blocks = tuple(map(_as_wide, self.blocks, of_each))
+        blocks = tuple(map(_as_wide, self.blocks, self._by_block(arrays)))
         is_same = all(map(operator.is_, blocks, self.blocks))  # what a form has worked out is not worked out again
         return (self if is_same else dataclasses.replace(self, blocks=blocks)).join(arrays)
 
     def spread(self, numbers: Sequence[Any]) -> PyTree:
         """Makes a tree like this form from one number per slot, with arrays that broadcast against the blocks."""
-        of_each = [[numbers[slot] for slot in slots] for slots in self.members]
-        return jtu.tree_unflatten(self.treedef, map(Block.spread, self.blocks, of_each))
+        return jtu.tree_unflatten(self.treedef, map(Block.spread, self.blocks, self._by_block(numbers)))
+
+    def _by_block(self, values: Sequence[Any]) -> list[list[Any]]:
+        return [[values[slot] for slot in slots] for slots in self.members]
 
     def cut(self, tree: PyTree) -> list[jax.Array]:
         """Checks a tree and cuts it into one array per slot, in its shape and dtype."""
@@ -254,9 +255,8 @@ class Form(HashedOnce):
 
     def shapes(self) -> PyTree:
         """Returns the form as `jax.ShapeDtypeStruct`s."""
-        dtypes = [jax.dtypes.canonicalize_dtype(block.dtype) for block in self.blocks]
-        shapes = [block.shape for block in self.blocks]
-        return jtu.tree_unflatten(self.treedef, map(jax.ShapeDtypeStruct, shapes, dtypes))
+        kind = lambda block: jax.ShapeDtypeStruct(block.shape, jax.dtypes.canonicalize_dtype(block.dtype))
+        return jtu.tree_unflatten(self.treedef, map(kind, self.blocks))
 
     # -- In words
 
@@ -441,9 +441,9 @@ def _check_vector(slots: Sequence[Slot], dtype: np.dtype, length: int) -> None:
     if not is_inexact(dtype):
         raise TypeError(f"the dtype of the vector must be floating or complex, got {dtype}")
     complex_slots = [slot for slot in slots if is_complex(slot.dtype)]
-    if not is_complex(dtype) and any(slot.size for slot in complex_slots):
-        slot = next(slot for slot in complex_slots if slot.size)
-        raise TypeError(f"{slot.path!r} is {slot.dtype}, which a vector of {dtype} cannot hold")
+    wide = next((slot for slot in complex_slots if slot.size), None)
+    if wide is not None and not is_complex(dtype):
+        raise TypeError(f"{wide.path!r} is {wide.dtype}, which a vector of {dtype} cannot hold")
     if is_complex(dtype) and not complex_slots:
         raise TypeError(f"no parameter is complex, so the vector cannot be {dtype}")
 
@@ -454,13 +454,9 @@ def _grouped(layout: Layout, groups: object) -> dict[str, list[int]]:
         raise TypeError(f"groups must be a dictionary {{name: where}}, got {groups!r:.80}")
     index = index_of(layout)
     entries = index.first_entries(list(groups.values()))
-    found: dict[str, list[int]] = {name: [] for name in groups}
-    for slot, leaf in enumerate(index.positions):
-        if leaf in entries:
-            found[[*groups][entries[leaf]]].append(slot)
-    lost = [slot for slot, leaf in enumerate(index.positions) if leaf not in entries]
+    lost = [slot.path for slot, leaf in zip(layout.slots, index.positions, strict=True) if leaf not in entries]
     if lost:
-        paths = [layout.slots[i].path for i in lost]
         remedy = "add a group for the rest, groups={..., 'rest': '**'}"
-        raise ValueError(f"trained, but in no group: {quoted(paths)}; {remedy}")
-    return found
+        raise ValueError(f"trained, but in no group: {quoted(lost)}; {remedy}")
+    chosen = [entries[leaf] for leaf in index.positions]
+    return {name: [i for i, own in enumerate(chosen) if own == number] for number, name in enumerate(groups)}

@@ -17,20 +17,13 @@ def is_sharded(array: ArrayLike) -> bool:
     return any(axis is not None for axis in spec)
 
 
-def replicated(array: jax.Array) -> jax.Array:
-    """Returns the array, whole on each device of its mesh."""
-    if not is_sharded(array):
+def replicated(array: jax.Array, axes: int | None = None) -> jax.Array:
+    """Returns the array, whole on each device of its mesh along its first axes; `None` means along all of them."""
+    sharding = jax.typeof(array).sharding if is_sharded(array) else None
+    if sharding is None or not any(axis is not None for axis in sharding.spec[:axes]):
         return array
-    sharding = NamedSharding(jax.typeof(array).sharding.mesh, PartitionSpec())
-    return reshard(array, sharding)
-
-
-def first_axis_whole(array: jax.Array) -> jax.Array:
-    """Returns the array with its first axis whole on each device of its mesh, and the others split as they are."""
-    if not is_sharded(array) or _leading_axis(array) is None:
-        return array
-    sharding = jax.typeof(array).sharding
-    return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
+    rest = sharding.spec[array.ndim if axes is None else axes :]
+    return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*[None] * (axes or 0), *rest)))
 
 
 def laid_as(array: jax.Array, like: ArrayLike) -> jax.Array:
@@ -47,21 +40,6 @@ def split(array: ArrayLike) -> NamedSharding | None:
     """Returns the sharding of an array that is split over devices; `None` if each has all of it, or if it is traced."""
     sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated else None
-
-
-def broadcast_as(array: jax.Array, size: int, like: Sequence[jax.Array] = ()) -> jax.Array:
-    """Stacks `size` copies of the array, the leading axis split over a mesh as that of the others is by type."""
-    axis = next(filter(None, map(_leading_axis, like)), None)
-    if axis is None:
-        return jax.lax.broadcast(array, (size,))
-    sharding = jax.typeof(array).sharding
-    spec = PartitionSpec(axis, *sharding.spec)
-    return jax.lax.broadcast(array, (size,), out_sharding=NamedSharding(sharding.mesh, spec))
-
-
-def _leading_axis(array: jax.Array) -> Any:
-    """Returns the axes of the mesh along which the leading axis of an array is split by type, or `None`."""
-    return jax.typeof(array).sharding.spec[0]
 
 
 def _in_shard_map() -> bool:
@@ -86,18 +64,18 @@ def varying_alike(arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays with types that vary along all of the axes along which any of them does."""
     if not _in_shard_map():
         return list(arrays)
-    found = [varying(jax.typeof(array)) for array in arrays]
-    union = frozenset[str]().union(*found)
-    return [vary(array, union - its) for array, its in zip(arrays, found, strict=True)]
+    union = frozenset[str]().union(*[varying(jax.typeof(array)) for array in arrays])
+    return [vary(array, union) for array in arrays]
 
 
 def vary(array: ArrayLike, axes: frozenset[str]) -> Any:
-    """Returns the array with a type that varies along further axes."""
-    if not axes:
+    """Returns the array with a type that varies along these axes, too."""
+    added = tuple(axes - varying(jax.typeof(array))) if axes else ()
+    if not added:
         return array
     if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(array, tuple(axes), to="varying")
-    return jax.lax.pvary(array, tuple(axes))  # pyright: ignore[reportAttributeAccessIssue] - before JAX 0.9
+        return jax.lax.pcast(array, added, to="varying")
+    return jax.lax.pvary(array, added)  # pyright: ignore[reportAttributeAccessIssue] - before JAX 0.9
 
 
 def mesh_within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
@@ -106,20 +84,20 @@ def mesh_within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return mesh if within.empty else within
 
 
-def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
+def _is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether types record the placement of arrays over the mesh."""
     return AxisType.Explicit in mesh.axis_types
 
 
 def lay(tree: PyTree, shardings: PyTree) -> PyTree:
     """Places traced arrays on a mesh; `shardings` is a tree like that of the arrays, or like the top of it."""
-    placed_by = lambda to: reshard if is_explicit(to.mesh) else jax.lax.with_sharding_constraint
+    placed_by = lambda to: reshard if _is_explicit(to.mesh) else jax.lax.with_sharding_constraint
     return jax.tree.map(lambda to, below: jax.tree.map(lambda leaf: placed_by(to)(leaf, to), below), shardings, tree)
 
 
 def automatic(f: Callable[..., Any], shardings: PyTree, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
     """Returns a function of traced arrays in which XLA alone decides their placement, except for the results."""
-    if not is_explicit(mesh):
+    if not _is_explicit(mesh):
         return lambda *args: lay(f(*args), shardings)
     # JAX 0.7 takes no concrete mesh here.
     types = jax.tree.map(lambda each: NamedSharding(each.mesh.abstract_mesh, each.spec), shardings)

@@ -27,7 +27,7 @@ from .._tree.text import describe, quoted
 from .._tree.types import PyTree, TreeDef, is_key
 from .block import cast, cut_columns, stacked
 from .form import Form
-from .mesh import broadcast_as, is_sharded, split
+from .mesh import is_sharded, split
 from .view import View
 
 # -- Nodes of one kind -------------------------------------------------------------------------------------------------
@@ -110,21 +110,17 @@ class _Unbuilt:
         """Returns the values of the columns of several places, each with an axis over the nodes."""
         # Nodes that are equal to users may have their values from different arrays: the weight of one is trained and
         # that of another frozen, or the alias of a transposed one. These are taken one by one.
-        of_block: dict[int, dict[tuple[int, ...], list[_Column]]] = {}
+        strips: dict[_Column, tuple[Any, ...]] = {}
         apart: list[_Column] = []
         for column in dict.fromkeys(each for each in columns if len(each) > 1):
-            block, numbers = column[0][0], tuple([number for _, number, _ in column])
+            block, numbers = column[0][0], [number for _, number, _ in column]
             kinds = {(i, i is None or self.blocks[i].shapes[n], alias and alias.transforms) for i, n, alias in column}
             if block is None or len(kinds) > 1:
                 apart.append(column)
             else:
-                of_block.setdefault(block, {}).setdefault(numbers, []).append(column)
-        found: dict[_Column, Any] = {}
-        for i, its in of_block.items():
-            block = self.blocks[i]
-            spans = [([block.starts[number] for number in numbers], block.shapes[numbers[0]]) for numbers in its]
-            for array, users in zip(cut_columns(self.leaves[i], block.rank, spans), its.values(), strict=True):
-                found |= {column: self._value(column[0], array) for column in users}
+                strips[column] = self.blocks[block].strips(numbers, block)
+        arrays = cut_columns(strips.values(), self.leaves.__getitem__)
+        found = {column: self._value(column[0], arrays[its]) for column, its in strips.items()}
         values = iter(self._one_by_one([place for column in apart for place in column]))  # by one cut of each block
         return found | {column: stacked([jnp.asarray(next(values)) for _ in column]) for column in apart}
 
@@ -132,7 +128,7 @@ class _Unbuilt:
 # -- Frozen arrays ----------------------------------------------------------------------------------------------------
 
 
-def _stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[str] | None = None) -> Form:
+def _stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[Any] | None = None) -> Form:
     """Returns stacks of those arrays whose shape and dtype several share.
 
     `groups`: the group of each array. A stack holds only arrays of one group, wherever each is stored now.
@@ -362,7 +358,7 @@ class Restructure(Generic[M]):
         treedef, count, columns = source.nodes(where)
         values = source.along(columns)
         for column, value in source.same(columns).items():
-            values[column] = broadcast_as(value, count) if is_array(value) else value
+            values[column] = jax.lax.broadcast(value, (count,)) if is_array(value) else value
         return self._whole(treedef.unflatten(map(values.get, columns)))
 
     def scan(
@@ -485,7 +481,7 @@ def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], 
     return index, leaves, {path: form.place_in_words(slot) for slot, path in enumerate(form.paths)}
 
 
-def restructure_over(rest: Rest[M], form: Form, groups: Sequence[str] | None = None) -> Restructure[M]:
+def restructure_over(rest: Rest[M], form: Form, groups: Sequence[Any] | None = None) -> Restructure[M]:
     """Returns the way back from a form; beside stacks it also stacks frozen arrays of one shape, to be scanned too.
 
     `groups`: see `_stacks_of_arrays`.

@@ -22,7 +22,7 @@ import numpy as np
 
 from .._programs import Kind, Walk, bind, derivative, is_floating, operation_name, programs
 from .._tree.static_keys import static_key
-from .block import Block, cut_columns
+from .block import Block, Strip, cut_columns
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -137,26 +137,16 @@ class _Program(Walk[_Var]):
 # -- Pieces ------------------------------------------------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
-    """A part of an array along one axis."""
-
-    root: _Var
-    start: int
-    size: int
-    shape: tuple[int, ...]  # without the axes before that axis, which are a batch
-    rank: int  # the number of axes behind that axis, as in `cut`
-
-
-_Column = tuple[_Run, ...]
+_Column = tuple[Strip, ...]
 """Pieces of one array that differ in their starts alone, one for each part."""
 
 
-def _strips_in(program: _Program) -> dict[_Var, _Run]:
+def _strips_in(program: _Program) -> dict[_Var, Strip]:
     """Returns the results of a program that are pieces of its operands, of stacks, or of keys that it has split."""
     # A split of keys that comes again and again is made by each layer for itself: it belongs to the layer.
     splits = [each.outvars[0].aval for each in program.equations if each.primitive.name == "random_split"]
     roots: set[_Var] = {*program.operands, *program.constants}
-    found: dict[_Var, _Run] = {}
+    found: dict[_Var, Strip] = {}
     for equation in program.equations:
         if equation.primitive.name == "random_split" and splits.count(equation.outvars[0].aval) < 3:
             roots.add(equation.outvars[0])
@@ -165,14 +155,14 @@ def _strips_in(program: _Program) -> dict[_Var, _Run]:
     return found
 
 
-def _strips_of(equation: _Equation, roots: set[_Var], found: dict[_Var, _Run]) -> Sequence[_Run]:
+def _strips_of(equation: _Equation, roots: set[_Var], found: dict[_Var, Strip]) -> Sequence[Strip]:
     """Returns the pieces that are the results of an equation; nothing if they are none."""
     name, params, operand = equation.primitive.name, equation.params, equation.invars[0]
     shape, of = operand.aval.shape, found.get(operand)
     if name == "cut" and len(shape) == 1 + params["rank"] > 1:
         sizes = [math.prod(each[: len(each) - params["rank"]]) for each in params["shapes"]]
         starts = itertools.accumulate(sizes, initial=0)
-        return [_Run(operand, *each, params["rank"]) for each in zip(starts, sizes, params["shapes"], strict=False)]
+        return [Strip(operand, *each, params["rank"]) for each in zip(starts, sizes, params["shapes"], strict=False)]
     if name == "squeeze" and of is not None:
         is_whole = len(of.shape) == of.rank + 1 and params["dimensions"] == (len(shape) - 1 - of.rank,)
         return [of._replace(shape=of.shape[1:])] if is_whole else []
@@ -189,15 +179,15 @@ def _strips_of(equation: _Equation, roots: set[_Var], found: dict[_Var, _Run]) -
         return []
     rank = len(shape) - 1 - axis
     if of is None and operand in roots:
-        of = _Run(operand, 0, shape[axis], shape[axis:], rank)
+        of = Strip(operand, 0, shape[axis], shape[axis:], rank)
     if of is None or of.rank != rank or len(of.shape) != rank + 1:
         return []
     spans = itertools.pairwise(itertools.accumulate(sizes, initial=of.start + skipped))
     shapes = [of.shape[1:] if name == "unstack" else (size, *of.shape[1:]) for size in sizes]
-    return [_Run(of.root, a, b - a, own, rank) for (a, b), own in zip(spans, shapes, strict=True)]
+    return [Strip(of.root, a, b - a, own, rank) for (a, b), own in zip(spans, shapes, strict=True)]
 
 
-def _in_order(program: _Program, pieces: dict[_Var, _Run]) -> list[_Equation]:
+def _in_order(program: _Program, pieces: dict[_Var, Strip]) -> list[_Equation]:
     """Returns the equations that make no pieces. Those of pieces alone come where they are needed, with their layer."""
     # A form casts and transposes all its pieces before the first layer.
     equations = [each for each in program.equations if not (each.outvars and each.outvars[0] in pieces)]
@@ -248,7 +238,7 @@ class _EqualParts(NamedTuple):
         return [*self.first.values(), *shared, *(column[0].root for column in self.columns.values())]
 
 
-def _rolled(equations: list[_Equation], pieces: dict[_Var, _Run]) -> Iterator[_Equation | _EqualParts]:
+def _rolled(equations: list[_Equation], pieces: dict[_Var, Strip]) -> Iterator[_Equation | _EqualParts]:
     """Yields the best loop, and recursively the loops and equations before and after it."""
     found = _best(equations, pieces)
     if found is None:
@@ -260,7 +250,7 @@ def _rolled(equations: list[_Equation], pieces: dict[_Var, _Run]) -> Iterator[_E
     yield from _rolled(equations[start + sum(map(len, loop.parts)) :], pieces)
 
 
-def _best(equations: list[_Equation], pieces: dict[_Var, _Run], least: int = _LEAST) -> tuple[int, _EqualParts] | None:
+def _best(equations: list[_Equation], pieces: dict[_Var, Strip], least: int = _LEAST) -> tuple[int, _EqualParts] | None:
     known, kinds = dict[Any, int](), _Kinds(pieces)
     ids = np.array([known.setdefault(kinds.of(equation), len(known)) for equation in equations])
     is_slow = np.array([_is_slow_in_loops(equation) for equation in equations])
@@ -293,7 +283,7 @@ def _is_slow_in_loops(equation: _Equation) -> bool:
     return equation.primitive.name == "conv_general_dilated" or any(map(_is_slow_in_loops, inside))
 
 
-def _as_loop(equations: list[_Equation], period: int, pieces: dict[_Var, _Run]) -> _EqualParts | None:
+def _as_loop(equations: list[_Equation], period: int, pieces: dict[_Var, Strip]) -> _EqualParts | None:
     """Returns the loop of these equations, if each part gets its operands from the same places as the others."""
     parts = [equations[i : i + period] for i in range(0, len(equations), period)]
     made: dict[_Var, tuple[int, _Place]] = {}
@@ -334,7 +324,7 @@ def _hands_on(loop: _EqualParts, place: _Place, origin: _Place, first: _Var) -> 
     return is_one and (handed.shape, handed.dtype) == (first.aval.shape, first.aval.dtype)
 
 
-def _column_of(pieces: list[_Run]) -> _Column | None:
+def _column_of(pieces: list[Strip]) -> _Column | None:
     starts = sorted({piece.start for piece in pieces})
     are_apart = len(starts) == len(pieces) and min(map(operator.sub, starts[1:], starts)) >= pieces[0].size
     are_alike = all(piece == pieces[0]._replace(start=piece.start) for piece in pieces)
@@ -347,7 +337,7 @@ class _Kinds:
     Their operands then have the same types, or are pieces of the same arrays.
     """
 
-    def __init__(self, pieces: dict[_Var, _Run]) -> None:
+    def __init__(self, pieces: dict[_Var, Strip]) -> None:
         self._pieces = pieces
         self._known: dict[Any, Any] = {}  # the keys of programs: most stand at many places
 
@@ -410,7 +400,7 @@ def _holds_a_program(value: Any) -> bool:
 class _Evaluation:
     """Computes the steps of a program one after another."""
 
-    def __init__(self, program: _Program, pieces: dict[_Var, _Run], steps: Sequence[_Equation | _EqualParts]) -> None:
+    def __init__(self, program: _Program, pieces: dict[_Var, Strip], steps: Sequence[_Equation | _EqualParts]) -> None:
         self._program, self._steps = program, steps
         # Pieces that are no columns are made where they are read.
         self._makers = {var: each for each in program.equations for var in each.outvars if var in pieces}
@@ -459,7 +449,8 @@ class _Evaluation:
             found = lambda places: [made[_result(first, place)] for place in places]
             return list(map(_strong, found(loop.first))), found(kept)
 
-        columns = _columns_cut(loop, self._read)
+        # Columns are cut here and not in the body, which would save them for the way back.
+        columns = cut_columns(loop.columns.values(), self._read)
         along = [*map(columns.__getitem__, loop.columns.values()), *loop.numbers.values()]
         carry = [_strong(self._read(var)) for var in loop.first.values()]
         carry, stacked = jax.lax.scan(step, carry, along, len(loop.parts))
@@ -472,19 +463,6 @@ class _Evaluation:
 
 def _result(part: Sequence[_Equation], place: _Place) -> _Var:
     return part[place[0]].outvars[place[1]]
-
-
-def _columns_cut(loop: _EqualParts, read: Callable[[_Var], Any]) -> dict[_Column, jax.Array]:
-    """Returns an array for each column, with a leading axis over the parts."""
-    # They are cut here and not in the body, which would save them for the way back.
-    of_array: dict[tuple[_Var, int], list[_Column]] = {}
-    for column in dict.fromkeys(loop.columns.values()):
-        of_array.setdefault((column[0].root, column[0].rank), []).append(column)
-    found: dict[_Column, jax.Array] = {}
-    for (root, rank), columns in of_array.items():
-        spans = [([piece.start for piece in column], column[0].shape) for column in columns]
-        found |= zip(columns, cut_columns(read(root), rank, spans), strict=True)
-    return found
 
 
 def _strong(array: Any) -> Any:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Inexact
 
 from .._tree.structure import same_treedef
-from .._tree.types import PyTree
+from .._tree.types import PyTree, is_complex
 
 
 def _refused(operation: str) -> Callable[..., Any]:
@@ -80,20 +80,14 @@ def is_jax_or_numpy(value: object) -> TypeGuard[jax.Array | np.ndarray]:
     return isinstance(value, jax.Array | np.ndarray)
 
 
-def as_parameter(value: object) -> Array:
+def as_parameter(value: object, *, is_real: bool = False) -> Array:
     """Checks the floating array given to a constructor, and returns it; for the `converter` of a field."""
     if not is_jax_or_numpy(value):
         raise TypeError(f"expected an array, got {type(value).__name__}")
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(f"a parameter must be floating or complex, got {array.dtype}: convert it with x.astype(float)")
-    return array
-
-
-def as_real(value: object) -> Array:
-    """Checks the real array given to a constructor, and returns it; for the `converter` of a field."""
-    array = as_parameter(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
+    if is_real and is_complex(array.dtype):
         raise TypeError(f"expected real numbers, got {array.dtype}")
     return array
 
@@ -115,19 +109,6 @@ def _least_positive(dtype: DTypeLike) -> float:
 def as_row(vector: Array, x: Array) -> Array:
     """Returns a vector in the dtype of x and with its number of axes, to meet its last one."""
     return vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (x.shape[-1],))
-
-
-def unit_scaled(x: Array, axis: int) -> tuple[Array, Array]:
-    """Divides vectors along an axis by their largest entry; also returns which are zero, and leaves these as they are.
-
-    So their squares neither overflow nor vanish. Use it for functions of their directions alone: the scale has no
-    influence on these, so its gradient is not needed.
-    """
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True, initial=0))
-    is_zero = largest < _least_positive(x.dtype)
-    # Divided by in two steps, since the reciprocal of a large number may be taken, and be zero.
-    root = jnp.sqrt(jnp.where(is_zero, 1, largest))
-    return x / root / root, is_zero
 
 
 class AbstractConstrained(NotAnArray, eqx.Module):
@@ -221,7 +202,7 @@ class Positive(AbstractConstrained):
     is_made_of_its_value: ClassVar[bool] = True  # so `tp.replace` can set it
 
     def __init__(self, w: Array | np.ndarray):
-        w = as_real(w)
+        w = as_parameter(w, is_real=True)
         if not isinstance(w, Tracer):
             _refuse_others(np.asarray(w).astype(np.float64), _least_positive(w.dtype))
         x = wide(w)

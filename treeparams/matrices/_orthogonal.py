@@ -28,9 +28,10 @@ from jaxtyping import Array, Float
 
 from .._forms.mesh import varying_alike
 from .._tree.text import describe
-from ._constrained import as_real, as_row, unit_scaled, wide
+from ._constrained import as_parameter, as_row, wide
 from ._matrix import AbstractMatrix, Transposed, Weight, as_weight, to_dense
 
+_as_real = functools.partial(as_parameter, is_real=True)
 _BLOCK = 128  # reflections; measured at n = 1024 to 4096: half of it takes as long and three times the memory in AD
 
 
@@ -95,7 +96,7 @@ class Orthogonal(AbstractOrthogonal):
         vectors: shape `(reflections, n)`, one reflection per row; the last acts first. Their lengths do not matter.
     """
 
-    vectors: Float[Array, "reflections n"] = eqx.field(converter=as_real)
+    vectors: Float[Array, "reflections n"] = eqx.field(converter=_as_real)
 
     def __check_init__(self) -> None:
         if self.vectors.ndim != 2:
@@ -122,7 +123,7 @@ class Orthogonal(AbstractOrthogonal):
         return _reflected(self.vectors, x, transposed=True)
 
     def slogdet(self) -> tuple[Array, Array]:
-        is_identity = unit_scaled(wide(self.vectors), -1)[1]  # as the product sees it
+        is_identity = _unit_scaled(wide(self.vectors), -1)[1]  # as the product sees it
         sign = jnp.prod(jnp.where(is_identity, 1, -1), axis=(-1, -2)).astype(self.dtype)
         return sign, jnp.zeros_like(sign)
 
@@ -145,7 +146,7 @@ class Givens(AbstractOrthogonal):
         n: rows and columns.
     """
 
-    angles: Float[Array, "layers pairs"] = eqx.field(converter=as_real)
+    angles: Float[Array, "layers pairs"] = eqx.field(converter=_as_real)
     n: int = eqx.field(static=True)
 
     def __check_init__(self) -> None:
@@ -197,7 +198,7 @@ def _reflected(vectors: Array, x: Array, transposed: bool) -> Array:
         return x
     dtype, x = x.dtype, wide(x)
     # Real, also where x is complex; and neither so long nor so short that a square is no number.
-    vectors, _ = unit_scaled(vectors.astype(jnp.finfo(x.dtype).dtype), -1)
+    vectors, _ = _unit_scaled(vectors.astype(jnp.finfo(x.dtype).dtype), -1)
     blocks = -(-count // min(_BLOCK, n))  # more than n vectors depend on each other, which a triangle takes badly
     size = -(-count // blocks)
     if blocks == 1:
@@ -209,6 +210,19 @@ def _reflected(vectors: Array, x: Array, transposed: bool) -> Array:
         return _block_of_reflections(block, x, transposed), None
 
     return jax.lax.scan(next_block, x, stacked, reverse=not transposed)[0].astype(dtype)
+
+
+def _unit_scaled(x: Array, axis: int) -> tuple[Array, Array]:
+    """Divides vectors along an axis by their largest entry; also returns which are zero, and leaves these as they are.
+
+    So their squares neither overflow nor vanish. Use it for functions of their directions alone: the scale has no
+    influence on these, so its gradient is not needed.
+    """
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True, initial=0))
+    is_zero = largest < float(jnp.finfo(x.dtype).tiny)  # smaller numbers are zero on most devices
+    # Divided by in two steps, since the reciprocal of a large number may be taken, and be zero.
+    root = jnp.sqrt(jnp.where(is_zero, 1, largest))
+    return x / root / root, is_zero
 
 
 def _block_of_reflections(vectors: Array, x: Array, transposed: bool) -> Array:
@@ -333,7 +347,7 @@ class SVD(AbstractInvertible):
     """
 
     u: Orthogonal | Givens
-    d: Float[Array, " singular"] = eqx.field(converter=as_real)
+    d: Float[Array, " singular"] = eqx.field(converter=_as_real)
     v: Orthogonal | Givens
     inverted: bool = eqx.field(static=True, default=False)
 
@@ -385,7 +399,7 @@ class SVD(AbstractInvertible):
     @classmethod
     def from_dense(cls, w: Weight | Any) -> "SVD":
         """Decomposes a real array or matrix: `min(m, n)` reflections per factor. Singular values may be negative."""
-        w = as_real(to_dense(as_weight(w)))
+        w = _as_real(to_dense(as_weight(w)))
         u, d, vt = jnp.linalg.svd(wide(w), full_matrices=False)
         (of_u, sign_u), (of_v, sign_v) = _reflections(u), _reflections(vt.T)
         return cls(

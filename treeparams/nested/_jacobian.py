@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Inexact
 
 from .._forms.form import Form
-from .._forms.mesh import replicated, result_varies, vary, varying
+from .._forms.mesh import replicated, result_varies, vary
 from .._slots.layout import Trainable
 from .._tree.text import count_of
 from .._tree.types import PyTree, common_dtype, is_complex, widened
@@ -107,7 +107,7 @@ def _own_copies(f: Callable[[Any], Any], slots: Reals) -> Reals:
     of that example alone.
     """
     axes = result_varies(f, slots)
-    return jax.tree.map(lambda leaf: vary(leaf, axes - varying(jax.typeof(leaf))), slots)
+    return jax.tree.map(lambda leaf: vary(leaf, axes), slots)
 
 
 class _Outputs:

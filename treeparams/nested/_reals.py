@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from .._forms.form import Form
-from .._forms.mesh import first_axis_whole, is_explicit, lay, vary, varying
+from .._forms.mesh import lay, replicated, vary, varying
 from .._slots.layout import Layout, Trainable, index_of
 from .._slots.parts import Parts, Rest, put_together, take_apart
 from .._tree.structure import is_array
@@ -162,7 +163,7 @@ def mapped(f: Callable[[Any], PyTree], values: PyTree, chunk: int | None, noun: 
     # chunks do not come out even (here the last ones overlap), or for another order of axes.
     count = -(-length // size)
     size = -(-length // count)
-    values = jax.tree.map(lambda leaf: first_axis_whole(jnp.asarray(leaf)), values)
+    values = jax.tree.map(lambda leaf: replicated(jnp.asarray(leaf), 1), values)
 
     def piece(start: jax.Array) -> PyTree:
         return jax.vmap(f)(jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), values))
@@ -181,7 +182,7 @@ def mapped(f: Callable[[Any], PyTree], values: PyTree, chunk: int | None, noun: 
 def _zeros_typed(shape: tuple[int, ...], like: Any) -> jax.Array:
     """Returns zeros with the dtype of another array, placed on devices and varying over them as its type says."""
     zeros, sharding = vary(jnp.zeros(shape, like.dtype), varying(like)), getattr(like, "sharding", None)
-    return lay(zeros, sharding) if sharding is not None and is_explicit(sharding.mesh) else zeros
+    return lay(zeros, sharding) if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types else zeros
 
 
 def in_sweeps(f: Callable[[Any], jax.Array], x: jax.Array, chunk: int | None, batch: int = 0) -> jax.Array:

@@ -18,7 +18,7 @@ from .._tree.text import describe, first_few, quoted
 from .._tree.types import Array, copy_leaf
 from ._contents import Contents
 from ._names import Rename, Route, Transforms, routes, stack, unstack
-from ._unlike import unlike_nodes
+from ._reading import unlike_nodes
 
 
 class _Move(NamedTuple):

@@ -21,10 +21,9 @@ from .._tree.static_keys import with_object
 from .._tree.structure import naming_deleted
 from .._tree.text import describe, first_few, first_lines
 from .._tree.types import is_complex
-from ._contents import Contents
+from ._reading import Reading
 from ._resume import with_histories
-from ._save import fitted, leaves_in, restored, stored_in
-from ._unlike import unlike_leaves
+from ._save import stored_in
 
 M = TypeVar("M")
 _Bytes = Mapping[str, np.ndarray]
@@ -180,28 +179,28 @@ def _tree_from(received: "_Message", have: Any) -> Any:
     if received.since is None:
         with received.understood():
             have = with_histories(have, received)
-    contents = Contents(have)
+    reading = Reading(have, received)
+    contents = reading.contents
     if received.since is not None:
         if contents.abstract:
             raise ValueError("the message changes arrays, but `have` has no values: expected arrays")
-        stored = {name: contents.leaves[i] for name, i in leaves_in(contents, received).items() if i in contents.names}
+        stored = {name: contents.leaves[i] for name, i in reading.leaves.items() if i in contents.names}
         kinds = {name: stored_as(name, leaf) for name, leaf in stored.items()}
         received.complete(kinds, {name: bytes_of(leaf) for name, leaf in stored.items()})
     with received.understood():
-        leaves = fitted(contents, received)
+        reading.fit()
     frozen = contents.frozen.intersection(contents.stored.values())
-    differ = {name for name, i in leaves.items() if i in frozen}.symmetric_difference(received.words["frozen"])
+    differ = {name for name, i in reading.leaves.items() if i in frozen}.symmetric_difference(received.words["frozen"])
     if differ:
         raise ValueError(f"the message does not fit the tree: only one of them declares {min(differ)!r} as frozen")
-    return restored(contents, leaves, received, received.owned())
+    return reading.tree(received.owned())
 
 
 def _form_from(received: "_Message", have: Any, restructure: object) -> Any:
     """Returns the vector or the stacks that a message makes from others."""
     (layout, form), said = _layout_and_form(restructure), received.words.get("layout")
     if said != layout.digest:
-        slots = Contents(Form.tree(layout).shapes())
-        differ = list(unlike_leaves(slots, {name: i for i, name in slots.names.items()}, received))
+        differ = list(Reading(Form.tree(layout).shapes(), received).unlike_leaves())
         differ = differ or ["its arrays fit; trained parameters or ties differ, so compare tp.layout(model) of both"]
         raise ValueError(f"the message has the layout {said}, and you have {layout.digest}:\n{first_lines(differ, 20)}")
     if received.since is not None:

@@ -11,20 +11,18 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .._files.arrays import Like, placed, placed_in_turn
-from .._files.file import File, Inventory, file_at, stored_as
-from .._files.names import is_below, name_of
+from .._files.file import Inventory, file_at, stored_as
+from .._files.names import name_of
 from .._files.source import FilePath, as_path
-from .._files.values import LONG, from_words, histories_in
+from .._files.values import LONG
 from .._forms.restructure import Restructure
-from .._slots.ties import Alias
 from .._tree.structure import is_array, naming_deleted
 from .._tree.text import describe, first_lines, function_name
 from .._tree.types import PyTree
 from ..optim._state import ModelTransformation
 from ._contents import Contents, places_in_words
+from ._reading import Reading
 from ._resume import with_histories
-from ._unlike import unlike
 
 M = TypeVar("M")
 
@@ -242,51 +240,6 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     if not file.is_ours:
         raise ValueError(f"{file.source.name} was not written by saving.save; write saving.plan(path, model)(path)")
     with file.understood():
-        contents = Contents(with_histories(like, file))
-        leaves = fitted(contents, file)
-    return restored(contents, leaves, file, file.arrays(file.specs, checksum))
-
-
-def fitted(contents: Contents, file: File) -> dict[str, int]:
-    """Returns the leaves by their names in a file and gives the tree its ties; raises an error if they differ."""
-    leaves = leaves_in(contents, file)
-    for path in contents.states_in_words:
-        name = name_of(f"{path}.still" if path else "still")
-        if name in leaves and name not in file.specs:  # saved before there were counts of lost steps
-            i = leaves.pop(name)
-            contents.leaves[i] = placed(name, np.zeros(*contents.structure.spec(i)[:2]), contents.leaves[i])
-    wrong = unlike(contents, leaves, file)
-    if wrong:
-        raise ValueError(f"{file.source.name} does not fit the tree:\n{first_lines(wrong, 20)}")
-    known, ties = contents.aliases, file.words["ties"].items()
-    its = [(leaves[alias], leaves[source], transforms) for alias, (source, transforms) in ties]
-    contents.aliases = {i: Alias(i, source, known[i].transforms if transforms else ()) for i, source, transforms in its}
-    return leaves
-
-
-def restored(contents: Contents, leaves: Mapping[str, int], file: File, arrays: Iterator[tuple[str, Any]]) -> PyTree:
-    """Returns the tree with the arrays, numbers and texts of a file that fits."""
-
-    def with_its_leaf(name_and_array: tuple[str, Any]) -> tuple[int, Like]:
-        """Of one array; `map` releases it before the next one is read."""
-        name, array = name_and_array
-        return leaves[name], (name, array, contents.leaves[leaves[name]])
-
-    with file.understood():
-        numbers = {leaves[name]: from_words(said) for name, said in file.words["values"].items()}
-    values = dict(placed_in_turn(map(with_its_leaf, arrays))) | numbers
-    return contents.tree(contents.leaves_with(values))
-
-
-def leaves_in(contents: Contents, file: File) -> dict[str, int]:
-    """Returns the leaves by their names in the file, in which the histories of a state may have another order."""
-    leaves = {contents.names.get(i) or name_of(path): i for i, path in enumerate(contents.structure.paths)}
-    for path, words in contents.states_in_words.items():
-        start, here = f"{path}." if path else "", histories_in(words)
-        there = {each.key: each for each in histories_in(file.words["states"].get(path, words))}
-        pairs = [(ours, there.get(ours.key, ours)) for ours in here]
-        moves = {start + ours.path: start + theirs.path for ours, theirs in pairs}
-        moves |= {f"{start}counts.{ours.number}": f"{start}counts.{theirs.number}" for ours, theirs in pairs}
-        of_name = {name: next((ours for ours in moves if is_below(name, ours)), "") for name in leaves}
-        leaves = {moves.get(ours, "") + name[len(ours) :]: leaves[name] for name, ours in of_name.items()}
-    return leaves
+        reading = Reading(with_histories(like, file), file)
+        reading.fit()
+    return reading.tree(file.arrays(file.specs, checksum))

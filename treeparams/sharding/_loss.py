@@ -18,35 +18,32 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from .._forms.block import Block
 from .._forms.form import Form
 from .._forms.mesh import automatic, lay, mesh_within
 from .._forms.restructure import Restructure, halves_of
-from .._slots.layout import Layout, index_of
+from .._slots.layout import index_of
 from .._slots.parts import Rest, kept_arrays, put_together
 from .._slots.where import name_of
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree, common_dtype, widened
-from ._placement import Placement, described, frozen_sources
+from ._placement import Placement, described
 from ._specs import Axes, axes_named, first_divided, put_leaf
-
-ComputeDtype = DTypeLike | Mapping[Any, DTypeLike] | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Compute:
+class _Compute:
     """The dtype of each leaf of a model within the loss."""
 
     form: Form  # of the parameters, as they are within the loss
     of_path: dict[str, Any]  # of arrays of the model; others keep their own
 
     @classmethod
-    def of(cls, layout: Layout, form: Form, compute_dtype: ComputeDtype) -> "Compute":
+    def of(cls, placement: Placement, compute_dtype: Any) -> "_Compute":
         """Makes the dtypes from the option of `make_step`."""
-        of_path = _of_paths(layout, compute_dtype)
-        found = _form_in(form, [of_path.get(slot.path) for slot in layout.slots])
+        layout, of_path = placement.layout, _of_paths(placement, compute_dtype)
+        found = _form_in(placement.form, [of_path.get(slot.path) for slot in layout.slots])
         for block, members in zip(found.blocks, found.members, strict=True):
             own = {of_path.get(layout.slots[slot].path) for slot in members}
             if block.length is not None and not block.rank and len(own) > 1:
@@ -82,16 +79,16 @@ class Compute:
         return treedef.unflatten([leaf if dtype is None else leaf.astype(dtype) for leaf, dtype in pairs])
 
 
-def _of_paths(layout: Layout, compute_dtype: ComputeDtype) -> dict[str, Any]:
+def _of_paths(placement: Placement, compute_dtype: Any) -> dict[str, Any]:
     """Returns the dtype of each real parameter of a model that gets one, trained or frozen, by path."""
     if compute_dtype is None:
         return {}
     rules = compute_dtype if isinstance(compute_dtype, Mapping) else {"**": compute_dtype}
     dtypes = [_floating(f"compute_dtype of {name_of(where)}", dtype) for where, dtype in rules.items()]
-    index = index_of(layout)
+    index = index_of(placement.layout)
     structure = index.structure
     found = index.first_entries(list(rules), asked=index.distinct)
-    kept = frozen_sources(layout).union(index.positions)  # buffers are as they are
+    kept = placement.frozen_sources.union(index.positions)  # buffers are as they are
     real = [i for i in found if i in kept and jnp.issubdtype(structure.spec(i).dtype, jnp.floating)]
     return {structure.paths[i]: dtypes[found[i]] for i in real}
 
@@ -137,11 +134,16 @@ class Loss:
 
     function: Callable[..., Any]
     placement: Placement
-    compute: Compute
+    compute: _Compute
     pieces: int  # in which the batch is taken, one after another
     takes_form: bool  # whether it is of parameters in their form and of the way back, and not of the model
     has_aux: bool
     has_state: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], placement: Placement, compute_dtype: Any, **options: Any) -> "Loss":
+        """Makes the loss from the options of `make_step`."""
+        return cls(function, placement, _Compute.of(placement, compute_dtype), **options)
 
     @property
     def in_words(self) -> str:

@@ -16,15 +16,17 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._forms.block import Block
 from .._forms.form import Form
+from .._forms.mesh import automatic, lay, mesh_within
 from .._forms.restructure import Restructure, halves_of, restructure_over
 from .._forms.states import Division
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
-from .._tree.text import Table, describe, first_lines
+from .._tree.text import Table, describe, first_lines, quoted
 from .._tree.types import PyTree
-from ._specs import Axes, FormName, Place, Rules, axes_named, group_of, join_over, put_leaf, spec_of
+from ._specs import Axes, FormName, Place, Rules, axes_named, first_divided, put_leaf, spec_of
 
 _Make = Callable[[PyTree], PyTree]
 _Rule = str | PartitionSpec
@@ -103,7 +105,7 @@ class _Frozen:
         rules = {leaf: matched.get(index.sources.get(leaf, leaf), ("**", "whole")) for leaf in leaves}
         # An alias is the array of its source. With a transform it is a separate array that follows the same rule.
         apart = [leaf for leaf in leaves if leaf not in by_alias or by_alias[leaf].transforms]
-        self._groups = {paths[leaf]: group_of(rule) for leaf, (_, rule) in rules.items()}
+        self._groups = {paths[leaf]: _as_key(rule) for leaf, (_, rule) in rules.items()}
         slots = index.described(apart)
         # No update reads a frozen row, so no device need own it: it is split if it can be.
         rows = 0 if name == "stacks" else None
@@ -113,7 +115,7 @@ class _Frozen:
         found = {leaf: place.spec for leaf, place in zip(apart, places, strict=True)}
         self._specs = {paths[leaf]: found[leaf if leaf in found else index.sources[leaf]] for leaf in leaves}
 
-    def groups_of(self, rest: Rest[Any]) -> list[str]:
+    def groups_of(self, rest: Rest[Any]) -> list[Any]:
         """Returns the group of each array that is no slot; only arrays of one group may lie in one stack."""
         return [self._groups.get(path, "whole") for path in kept_arrays(rest)]
 
@@ -130,11 +132,6 @@ class _Frozen:
         left = [None if i in held.locations else spec for i, spec in enumerate(own)]
         of_stacks = [PartitionSpec(None, *own[rows[0]]) for rows in held.members]
         return Restructure(with_kept_arrays(singles, left), form, held, type(stacks)(of_stacks))
-
-
-def frozen_sources(layout: Layout) -> frozenset[int]:
-    """Returns the leaves of frozen parameters that a rule may select, each tie once."""
-    return frozenset(_frozen_leaves(layout)).difference(index_of(layout).sources)
 
 
 def _frozen_leaves(layout: Layout) -> list[int]:
@@ -185,10 +182,15 @@ def _who(slot: Slot) -> str:
     return f"{slot.path!r} ({describe(slot)})"
 
 
+def _as_key(rule: _Rule) -> Any:
+    """Returns a value that is equal for rules that say the same."""
+    return rule if isinstance(rule, str) else spec_of([*rule]) or "whole"
+
+
 def _one_rule(members: Sequence[tuple[str, _Rule]]) -> _Rule:
     """Returns the rule that all members of one array share, from the path and rule of each."""
     path, rule = members[0] if members else ("", "whole")
-    other = next((each for each in members if group_of(each[1]) != group_of(rule)), None)
+    other = next((each for each in members if _as_key(each[1]) != _as_key(rule)), None)
     if other is not None:
         raise ValueError(
             f"all parts of a vector need the same rule, but {path!r} has {rule!r} and {other[0]!r} has {other[1]!r}; "
@@ -227,6 +229,32 @@ def _in_stacks(layout: Layout, matched: Sequence[_Matched], axes: Axes) -> _Laid
     return _Laid(form, specs, places, (dataclasses.replace(form, blocks=tuple(longer)), in_update))
 
 
+@dataclasses.dataclass(frozen=True)
+class StepState:
+    """Everything that `sharding.make_step` keeps beside the parameters, as a pytree.
+
+    Attributes:
+        rule: the state of the optimiser, as Optax returns it.
+        average: the `tp.Ema` of the parameters, in their form, or `None`. `plan.model(state.average.average, state)` is
+            the averaged model.
+        rest: the model without its trained parameters.
+        layout: a zero, stored under the digest of the plan's layout. It identifies the parameters that the state
+            belongs to, so the step, `treeparams.saving` and Orbax reject a state of other parameters, even if a padded
+            vector has the same length.
+        model_state: the state that the model changes, such as running statistics. `None` without `has_state=True`.
+    """
+
+    rule: Any
+    average: Any
+    rest: Any
+    layout: dict[str, Any]
+    model_state: Any = None
+
+
+StepState.__module__ = "treeparams.types"
+jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout", "model_state"], [])
+
+
 class Placement:
     """Where each parameter lies: a form, and a spec for each of its blocks. Static."""
 
@@ -234,14 +262,19 @@ class Placement:
         if name not in (*MAKERS, "stacks"):
             raise ValueError(f'form must be "tree", "vector" or "stacks", got {name!r}')
         axes.check(rules)
-        by_leaf = _matches(layout, rules, frozen_sources(layout))
         self.layout = layout
+        by_leaf = _matches(layout, rules, self.frozen_sources)
         self.axes = axes
         self.name: FormName = name  # of the form, as users call it
         make = _in_stacks if name == "stacks" else functools.partial(_in_blocks, name)
         found = make(layout, [by_leaf[leaf] for leaf in index_of(layout).positions], axes)
         self.form, self.specs, self._slots, self.in_update = found
         self.frozen = _Frozen(layout, by_leaf, axes, name)
+
+    @property
+    def frozen_sources(self) -> frozenset[int]:
+        """The leaves of frozen parameters that a rule may select, each tie once."""
+        return frozenset(_frozen_leaves(self.layout)).difference(index_of(self.layout).sources)
 
     # -- Shardings
 
@@ -307,7 +340,7 @@ class Placement:
         shardings = list(map(self.sharding, self.specs))
         if any(isinstance(slot, Tracer) for slot in slots) and isinstance(self.axes.mesh, Mesh):
             of_each = [[slots[slot] for slot in members] for members in self.form.members]
-            return self.tree(list(map(join_over, self.form.blocks, of_each, shardings)))
+            return self.tree(list(map(_join_over, self.form.blocks, of_each, shardings)))
         leaves = jtu.tree_leaves(self.form.join(slots))
         is_own = [block.length is not None for block in self.form.blocks]
         return self.tree(list(map(put_leaf, leaves, shardings, is_own)))
@@ -323,6 +356,22 @@ class Placement:
             f"of {len(got)} arrays, among them {wrong}. Pass those that init, the last step or plan.ravel(model) "
             "returned; a model has another form: params, state = init(model)"
         )
+
+    def check_state(self, state: object) -> None:
+        """Checks that a state was made for the layout of a plan."""
+        if not isinstance(state, StepState):
+            raise TypeError(
+                f"expected the state that init or the last step returned, got {describe(state)}. Write "
+                "params, state, value = step(params, state, *batch), and plan.model(params, state)"
+            )
+        digest = self.layout.digest
+        if state.layout.keys() != {digest}:
+            raise ValueError(
+                f"the state belongs to another layout: its digest is {quoted([*state.layout]) or 'missing'}, the "
+                f"plan's is {digest!r}. The layouts differ in paths, shapes, dtypes, trained parameters or ties, so "
+                "values would go to the wrong parameters. Make the plan from the model of the state, or start with "
+                "init(model)"
+            )
 
     # -- The rest of a model
 
@@ -397,3 +446,78 @@ def _shape_or_type(leaf: object) -> tuple[int, ...] | str:
 
 def _bytes(array: Slot | jax.ShapeDtypeStruct) -> int:
     return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+
+
+# -- Parameters of a traced model --------------------------------------------------------------------------------------
+# An initialiser under `jax.jit` yields one traced array for each slot. If these were concatenated into a result that is
+# split along the same axis, XLA would first gather all of them on each device.
+
+
+def _join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+    """Joins traced slots into a block that lies over a mesh; the result equals `block.join`, bit for bit."""
+    first, *of_row = [*sharding.spec, None]
+    names = axes_named(PartitionSpec(first))
+    mesh, arrays = sharding.mesh, [jnp.asarray(slot, block.dtype) for slot in slots]
+    devices = math.prod(mesh.shape[name] for name in names)
+    if block.length is None or not arrays or devices == 1:
+        # Of rows that are split within, each lies as it will in the stack.
+        its = NamedSharding(mesh, PartitionSpec(*of_row[: block.rank]))
+        rows = [lay(array, its) for array in arrays] if block.rank and any(of_row) else arrays
+        return lay(block.join(rows), sharding)
+    # First each slot is split along one of its axes. Constraints propagate to the code that makes the slot, so that
+    # its random numbers are drawn in parts too.
+    specs = [_split_spec(array.shape, names, devices) for array in arrays]
+    laid = [lay(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
+    f = functools.partial(_share, block, specs, names, devices)
+
+    def run(*laid: jax.Array) -> jax.Array:  # the mesh is asked for within `automatic`, where it is another one
+        # Without types that track which values vary: zeros would not vary over the devices, but what is put in does.
+        mapped = functools.partial(jax.shard_map, axis_names=set(names), check_vma=False)
+        return mapped(f, mesh=mesh_within(mesh), in_specs=tuple(specs), out_specs=PartitionSpec(first))(*laid)
+
+    return automatic(run, sharding, mesh)(*laid)
+
+
+def _split_spec(shape: tuple[int, ...], names: tuple[str, ...], devices: int) -> PartitionSpec:
+    """Returns the spec that splits the first axis that devices can share; of an array without one, whole."""
+    dim = first_divided(shape, devices)
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, names)
+
+
+def _share(
+    block: Block, specs: Sequence[PartitionSpec], names: tuple[str, ...], devices: int, *parts: jax.Array
+) -> jax.Array:
+    """Returns this device's share of a block, from its parts of all slots."""
+    length, *row = block.shape
+    own = jnp.zeros((length // devices, *row), block.dtype)
+    begin = jax.lax.axis_index(names) * own.shape[0]
+    alike: dict[Any, list[int]] = {}
+    for n, (shape, part) in enumerate(zip(block.shapes, parts, strict=True)):
+        if part.size:
+            alike.setdefault((shape, part.shape), []).append(n)
+    for numbers in alike.values():
+        write = functools.partial(_write, names, specs[numbers[0]], begin)
+        # One slot after another. In a loop, since XLA of CPU drops optimization barriers, and then gathers all at once.
+        starts = jnp.asarray([block.starts[n] for n in numbers], begin.dtype)
+        own, _ = jax.lax.scan(write, own, (jnp.stack([parts[n] for n in numbers]), starts))
+    return own
+
+
+def _write(
+    names: tuple[str, ...], spec: PartitionSpec, begin: jax.Array, own: jax.Array, each: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, None]:
+    """Gathers one slot, and writes the part of it that belongs into this device's share, which starts at `begin`."""
+    part, start = each
+    whole = jax.lax.all_gather(part, names, axis=len(spec) - 1, tiled=True) if len(spec) else part
+    return _rows_written(own, whole.reshape(-1, *own.shape[1:]), start - begin), None
+
+
+def _rows_written(own: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+    """Writes rows into an array from `at` on, as far as they overlap; `at` may lie outside of the array."""
+    count = min(len(own), len(rows))
+    start = jnp.clip(at, 0, len(own) - count)
+    numbers = start - at + jnp.arange(count, dtype=at.dtype)
+    overlap = ((numbers >= 0) & (numbers < len(rows))).reshape(-1, *[1] * (own.ndim - 1))
+    values = jnp.take(rows, numbers, axis=0, mode="clip")
+    before = jax.lax.dynamic_slice_in_dim(own, start, count)
+    return jax.lax.dynamic_update_slice_in_dim(own, jnp.where(overlap, values, before), start, 0)

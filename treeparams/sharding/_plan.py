@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -20,11 +20,11 @@ from .._forms.states import Division
 from .._slots.accidents import keep_apart
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, put_together, take_apart
-from .._tree.text import Printed, describe, in_short, quoted
+from .._tree.text import Printed, describe, in_short
 from .._tree.types import PyTree
 from ..optim._state import ModelTransformation, extended, nodes_of, settled, steady
 from ..optim._step import added
-from ..optim._updates import ByParameter, MasterState, copies_in, landed, spread, told
+from ..optim._updates import MasterState, copies_in, landed, spread, told
 from ._placement import Placement
 from ._specs import Axes, FormName, Rules, put_leaf
 
@@ -38,7 +38,7 @@ class Update:
 
     rule: Any  # plain Optax that takes extra arguments
     form: Form  # of the parameters, while the rule runs
-    by_parameter: ByParameter
+    by_parameter: Callable[[Mapping[str, Any]], PyTree]
     make_average: Callable[[PyTree], Ema[Any]] | None = None
 
     @classmethod
@@ -108,54 +108,8 @@ def _ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
     return make
 
 
-def sharding_of(shapes: PyTree) -> PyTree:
-    """Returns the sharding of each shape."""
-    return jax.tree.map(lambda shape: shape.sharding, shapes)
-
-
 M = TypeVar("M")
-
-
-@dataclasses.dataclass(frozen=True)
-class StepState:
-    """Everything that `sharding.make_step` keeps beside the parameters, as a pytree.
-
-    Attributes:
-        rule: the state of the optimiser, as Optax returns it.
-        average: the `tp.Ema` of the parameters, in their form, or `None`. `plan.model(state.average.average, state)` is
-            the averaged model.
-        rest: the model without its trained parameters.
-        layout: a zero, stored under the digest of the plan's layout. It identifies the parameters that the state
-            belongs to, so the step, `treeparams.saving` and Orbax reject a state of other parameters, even if a padded
-            vector has the same length.
-        model_state: the state that the model changes, such as running statistics. `None` without `has_state=True`.
-    """
-
-    rule: Any
-    average: Any
-    rest: Any
-    layout: dict[str, Any]
-    model_state: Any = None
-
-
-StepState.__module__ = "treeparams.types"
-jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout", "model_state"], [])
-
-
-def check_step_state(placement: Placement, state: object) -> None:
-    """Checks that a state was made for the layout of a plan."""
-    if not isinstance(state, StepState):
-        raise TypeError(
-            f"expected the state that init or the last step returned, got {describe(state)}. Write "
-            "params, state, value = step(params, state, *batch), and plan.model(params, state)"
-        )
-    digest = placement.layout.digest
-    if state.layout.keys() != {digest}:
-        raise ValueError(
-            f"the state belongs to another layout: its digest is {quoted([*state.layout]) or 'missing'}, the plan's is "
-            f"{digest!r}. The layouts differ in paths, shapes, dtypes, trained parameters or ties, so values would go "
-            "to the wrong parameters. Make the plan from the model of the state, or start with init(model)"
-        )
+_sharding = operator.attrgetter("sharding")
 
 
 class Plan(Printed):
@@ -223,7 +177,8 @@ class Plan(Printed):
             ValueError: `tx` is `optim.trainable` or another transformation that accepts whole models; or `tx` does not
                 keep its state parameter by parameter, so `state` cannot tell which array belongs to which parameter.
         """
-        return sharding_of(self._placement.made(Update.of(tx, self._placement.layout, self._placement.form).start))[0]
+        update = Update.of(tx, self._placement.layout, self._placement.form)
+        return jax.tree.map(_sharding, self._placement.made(update.start))[0]
 
     def average(self, average: Average) -> PyTree:
         """Returns the `NamedSharding` of each array in a `tp.Ema` of the parameters, as a tree of the same structure.
@@ -232,7 +187,7 @@ class Plan(Printed):
             average: the same `average` that you pass to `sharding.make_step`. An `Ema` has static fields, so the tree
                 of its shardings has them too.
         """
-        return sharding_of(self._placement.made(_ema_maker(average)))
+        return jax.tree.map(_sharding, self._placement.made(_ema_maker(average)))
 
     def shapes(self) -> PyTree:
         """Returns the parameters as `jax.ShapeDtypeStruct`s with their shardings."""
@@ -273,7 +228,7 @@ class Plan(Printed):
                 and you gave no state.
         """
         if state is not None:
-            check_step_state(self._placement, state)
+            self._placement.check_state(state)
         rest = self._rest if state is None else state.rest
         if isinstance(rest, Restructure):
             rest = released(rest)

@@ -1,6 +1,5 @@
 """From rules over paths to the place of each parameter, checked against its shape and the mesh; arrays put there."""
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,8 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._forms.block import Block
-from .._forms.mesh import automatic, lay, mesh_within
+from .._forms.mesh import lay
 from .._slots.where import name_of
 from .._tree.text import describe, first_lines, quoted
 from .._tree.types import is_key
@@ -218,14 +216,6 @@ def _misfit(spec: PartitionSpec, shape: tuple[int, ...], axes: Axes) -> str:
     return ""
 
 
-def group_of(rule: Rule) -> str:
-    """Returns a text that is equal for equal rules."""
-    if isinstance(rule, str):
-        return rule
-    spec = spec_of([*rule])
-    return _axes_as_text(spec) if len(spec) else "whole"
-
-
 def spec_of(entries: Sequence[Any]) -> PartitionSpec:
     """Returns the spec with these entries, without `None` at the end, so that equal shardings have equal specs."""
     while entries and entries[-1] is None:
@@ -268,78 +258,3 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
     values = np.asarray(jax.random.key_data(leaf) if has_keys else leaf)
     array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if has_keys else array
-
-
-# -- Parameters of a traced model --------------------------------------------------------------------------------------
-# An initialiser under `jax.jit` yields one traced array for each slot. If these were concatenated into a result that is
-# split along the same axis, XLA would first gather all of them on each device.
-
-
-def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
-    """Joins traced slots into a block that lies over a mesh; the result equals `block.join`, bit for bit."""
-    first, *of_row = [*sharding.spec, None]
-    names = _axes_in(first)
-    mesh, arrays = sharding.mesh, [jnp.asarray(slot, block.dtype) for slot in slots]
-    devices = math.prod(mesh.shape[name] for name in names)
-    if block.length is None or not arrays or devices == 1:
-        # Of rows that are split within, each lies as it will in the stack.
-        its = NamedSharding(mesh, PartitionSpec(*of_row[: block.rank]))
-        rows = [lay(array, its) for array in arrays] if block.rank and any(of_row) else arrays
-        return lay(block.join(rows), sharding)
-    # First each slot is split along one of its axes. Constraints propagate to the code that makes the slot, so that
-    # its random numbers are drawn in parts too.
-    specs = [_split_spec(array.shape, names, devices) for array in arrays]
-    laid = [lay(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
-    f = functools.partial(_share, block, specs, names, devices)
-
-    def run(*laid: jax.Array) -> jax.Array:  # the mesh is asked for within `automatic`, where it is another one
-        # Without types that track which values vary: zeros would not vary over the devices, but what is put in does.
-        mapped = functools.partial(jax.shard_map, axis_names=set(names), check_vma=False)
-        return mapped(f, mesh=mesh_within(mesh), in_specs=tuple(specs), out_specs=PartitionSpec(first))(*laid)
-
-    return automatic(run, sharding, mesh)(*laid)
-
-
-def _split_spec(shape: tuple[int, ...], names: tuple[str, ...], devices: int) -> PartitionSpec:
-    """Returns the spec that splits the first axis that devices can share; of an array without one, whole."""
-    dim = first_divided(shape, devices)
-    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, names)
-
-
-def _share(
-    block: Block, specs: Sequence[PartitionSpec], names: tuple[str, ...], devices: int, *parts: jax.Array
-) -> jax.Array:
-    """Returns this device's share of a block, from its parts of all slots."""
-    length, *row = block.shape
-    own = jnp.zeros((length // devices, *row), block.dtype)
-    begin = jax.lax.axis_index(names) * own.shape[0]
-    alike: dict[Any, list[int]] = {}
-    for n, (shape, part) in enumerate(zip(block.shapes, parts, strict=True)):
-        if part.size:
-            alike.setdefault((shape, part.shape), []).append(n)
-    for numbers in alike.values():
-        write = functools.partial(_write, names, specs[numbers[0]], begin)
-        # One slot after another. In a loop, since XLA of CPU drops optimization barriers, and then gathers all at once.
-        starts = jnp.asarray([block.starts[n] for n in numbers], begin.dtype)
-        own, _ = jax.lax.scan(write, own, (jnp.stack([parts[n] for n in numbers]), starts))
-    return own
-
-
-def _write(
-    names: tuple[str, ...], spec: PartitionSpec, begin: jax.Array, own: jax.Array, each: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, None]:
-    """Gathers one slot, and writes the part of it that belongs into this device's share, which starts at `begin`."""
-    part, start = each
-    whole = jax.lax.all_gather(part, names, axis=len(spec) - 1, tiled=True) if len(spec) else part
-    return _rows_written(own, whole.reshape(-1, *own.shape[1:]), start - begin), None
-
-
-def _rows_written(own: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
-    """Writes rows into an array from `at` on, as far as they overlap; `at` may lie outside of the array."""
-    count = min(len(own), len(rows))
-    start = jnp.clip(at, 0, len(own) - count)
-    numbers = start - at + jnp.arange(count, dtype=at.dtype)
-    overlap = ((numbers >= 0) & (numbers < len(rows))).reshape(-1, *[1] * (own.ndim - 1))
-    values = jnp.take(rows, numbers, axis=0, mode="clip")
-    before = jax.lax.dynamic_slice_in_dim(own, start, count)
-    return jax.lax.dynamic_update_slice_in_dim(own, jnp.where(overlap, values, before), start, 0)

@@ -16,7 +16,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
+from .._average import Ema
 from .._forms.form import Form
 from .._forms.mesh import automatic, lay, mesh_within
 from .._forms.restructure import Restructure
@@ -28,9 +30,9 @@ from .._tree.types import PyTree, is_key
 from ..optim._joined import check_form
 from ..optim._per_leaf import check_rows
 from ..optim._updates import check_names
-from ._loss import Compute, ComputeDtype, Loss
-from ._placement import Placement, described
-from ._plan import Average, Plan, StepState, Update, check_step_state, placement_of, sharding_of
+from ._loss import Loss
+from ._placement import Placement, StepState, described
+from ._plan import Plan, Update, placement_of
 from ._specs import put_leaf
 
 _PACKAGES = ("jax", "jaxlib", "optax", "equinox", "treeparams")
@@ -122,8 +124,8 @@ def make_step(
     has_state: bool = False,
     loss_takes: Literal["model", "form"] = "model",
     microbatches: SupportsIndex = 1,
-    compute_dtype: ComputeDtype = None,
-    average: Average | None = None,
+    compute_dtype: DTypeLike | Mapping[Any, DTypeLike] | None = None,
+    average: float | Callable[[Any], Ema[Any]] | None = None,
 ) -> tuple[Callable[..., Any], "Step"]:
     """Makes a training step over the devices of a mesh as one compiled program, and its `init` function.
 
@@ -192,15 +194,15 @@ def make_step(
     """
     _check_step_options(loss, tx, plan, {"has_aux": has_aux, "has_state": has_state}, loss_takes)
     placement = placement_of(plan)
-    compute = Compute.of(placement.layout, placement.form, compute_dtype)
-    update = Update.of(tx, placement.layout, placement.in_update[0], average)
+    options = {"takes_form": loss_takes == "form", "has_aux": has_aux, "has_state": has_state}
     pieces = count_of("microbatches", microbatches, "pieces")
+    of_loss = Loss.of(loss, placement, compute_dtype, pieces=pieces, **options)
+    update = Update.of(tx, placement.layout, placement.in_update[0], average)
     check_form(update.rule, placement.layout, placement.form, "sharding.make_step", {})
     kept = placement.made(update.start)
     check_names(kept[0], index_of(placement.layout))
     check_rows(kept[0], placement.form)
     update.check()
-    of_loss = Loss(loss, placement, compute, pieces, loss_takes == "form", has_aux, has_state)
     step = Step(placement, of_loss, update, kept)
     return step.init, step
 
@@ -227,6 +229,7 @@ class Step:
         self._loss = loss
         self._update = update
         self._kept = kept  # what the update keeps, as shapes with their shardings
+        self._shardings = jax.tree.map(lambda shape: shape.sharding, kept)
         self._has_agreed = False
         self._compiled = jax.jit(self._run, donate_argnums=(0, 1))
 
@@ -272,7 +275,7 @@ class Step:
     def from_file(self, params: PyTree, state: StepState) -> tuple[PyTree, StepState]:
         """Returns the result of `to_file` as the parameters and the state of this step, on its devices."""
         params, state = self._regrouped(params, state, self._placement.in_files, self._placement.form)
-        kept = jax.tree.map(put_leaf, (state.rule, state.average), sharding_of(self._kept))
+        kept = jax.tree.map(put_leaf, (state.rule, state.average), self._shardings)
         params = jax.tree.map(put_leaf, params, self._placement.params)
         return params, dataclasses.replace(state, rule=kept[0], average=kept[1])
 
@@ -292,10 +295,9 @@ class Step:
         """Makes the state that the update keeps, for parameters that lie on the mesh."""
         if not jtu.tree_leaves(self._kept):
             return self._kept
-        shardings = sharding_of(self._kept)
-        begin = automatic(self._update.start, shardings, self._placement.axes.mesh)
+        begin = automatic(self._update.start, self._shardings, self._placement.axes.mesh)
         # A rule may not look at the parameters, and without any argument JAX would not know the devices.
-        return jax.jit(begin, keep_unused=True, out_shardings=shardings)(params)
+        return jax.jit(begin, keep_unused=True, out_shardings=self._shardings)(params)
 
     def _run(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
         """Returns the next parameters and state, and the value of the loss (with its `aux`)."""
@@ -307,7 +309,7 @@ class Step:
         params, after = self._updated(params, found.gradients, state.rule, found.value)
         average = state.average
         if average is not None:
-            run = automatic(lambda old, new: old.update(new), sharding_of(self._kept[1]), placement.axes.mesh)
+            run = automatic(lambda old, new: old.update(new), self._shardings[1], placement.axes.mesh)
             average = run(average, params)
         value = (found.value, found.aux) if self._loss.has_aux else found.value
         return params, StepState(after, average, state.rest, state.layout, found.model_state), value
@@ -315,7 +317,7 @@ class Step:
     @property
     def _updated(self) -> Callable[..., Any]:
         """The update over the mesh."""
-        shardings = self._placement.params, sharding_of(self._kept[0])
+        shardings = self._placement.params, self._shardings[0]
         return automatic(self._lent, shardings, self._placement.axes.mesh)
 
     def _lent(self, params: PyTree, gradients: PyTree, rule: PyTree, value: Any) -> tuple[PyTree, PyTree]:
@@ -364,7 +366,7 @@ class Step:
         """Checks what `jax.jit` would say nothing of, or too much; each call of a step comes by here."""
         leaves, treedef = jtu.tree_flatten(params)
         first: Any = leaves[0] if leaves else None
-        check_step_state(self._placement, state)
+        self._placement.check_state(state)
         # JAX, when run over several devices of a CPU, ends the process without a word.
         if isinstance(first, jax.Array) and not isinstance(first, Tracer) and first.is_deleted():
             raise ValueError(
