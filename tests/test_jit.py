@@ -111,7 +111,7 @@ def test_the_arrays_of_a_module_that_is_compiled_are_no_constants():
 
 def test_errors_of_jax_name_the_argument_by_its_path():
     model = {"layers": [tied(), tied()]}
-    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"the argument kept\['1\.0\.layers\.1\.a'\]"):
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"the argument call\['1\.0\.layers\.1\.a'\]"):
         tp.jit(lambda m: 1 if m["layers"][1]["a"][0] else 2)(model)
 
 

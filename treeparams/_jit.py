@@ -86,27 +86,28 @@ class Jitted(Generic[P, R]):
         self._donate: Donate = donate
 
         # The whole call, function and arguments, is one `Rest`: an array that is at several paths of it is one of its
-        # leaves, whichever arguments these are in. Donated arrays are passed beside it, and `None` marks their gaps.
-        def run(donated: Sequence[Any], kept: Rest[Any]) -> Rest[R]:
-            left = iter(donated)
-            arrays = [next(left) if array is None else array for array in arrays_in(kept)]
-            return _rest_of_call(unpacked(with_kept_arrays(kept, arrays)))
+        # leaves, whichever arguments these are in. Arrays that are not donated as the others are, those of the first
+        # argument, are passed beside it, and `None` marks their gaps.
+        def run(call: Rest[Any], first: Sequence[Any]) -> Rest[R]:
+            left = iter(first)
+            arrays = [next(left) if array is None else array for array in arrays_in(call)]
+            return _rest_of_call(unpacked(with_kept_arrays(call, arrays)))
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._run = jax.jit(run, donate_argnums=() if donate == "none" else 0, **jit_kwargs)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        donated, kept = self._take_apart(args, kwargs)
+        parts = self._take_apart(args, kwargs)
         is_silent = self._donate != "none" and not self._donate.startswith("warn")
         with naming_deleted([*args, kwargs]), warnings.catch_warnings() if is_silent else contextlib.nullcontext():
             if is_silent:
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return put_together(self._run(donated, kept), ())
+            return put_together(self._run(*parts), ())
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """Lowers the program for these arguments without compiling it: `as_text()`, `cost_analysis()`, `compile()`."""
-        donated, kept = self._take_apart(args, kwargs)
-        return Stage(self._take_apart, self._run.lower(donated, kept), with_kept_arrays(kept, ()))
+        parts = self._take_apart(args, kwargs)
+        return Stage(self._take_apart, self._run.lower(*parts), with_kept_arrays(parts[0], ()))
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> "Jitted[P, R]": ...
@@ -117,9 +118,9 @@ class Jitted(Generic[P, R]):
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Rest[Any]]:
+    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rest[Any], tuple[Any, ...]]:
         call = as_rest((self._fun, args, kwargs), by_shape=False)
-        return ((), call) if self._donate == "none" else _without_donated(call, self._donate)
+        return _without_first(call) if self._donate.endswith("except-first") else (call, ())
 
 
 def checkpoint(
@@ -198,31 +199,26 @@ def vmap(
     return run
 
 
-def _without_donated(call: Rest[Any], donate: Donate) -> tuple[tuple[Any, ...], Rest[Any]]:
-    """Returns the donated arrays, and the call with `None` in their place."""
-    structure = index_in(call).structure
-    donated, kept = structure.remember(("donated", donate), lambda: _donation(call, donate))
+def _without_first(call: Rest[Any]) -> tuple[Rest[Any], tuple[Any, ...]]:
+    """Returns the call with `None` in place of the arrays of the first argument, and these."""
+    rest, first = index_in(call).structure.remember("arrays of the first argument", lambda: _rest_and_first(call))
     arrays = [*arrays_in(call), None]
-    return donated(arrays), with_kept_arrays(call, kept(arrays))
+    return with_kept_arrays(call, rest(arrays)), first(arrays)
 
 
-def _donation(call: Rest[Any], donate: Donate) -> tuple[Callable[[Any], tuple[Any, ...]], ...]:
+def _rest_and_first(call: Rest[Any]) -> tuple[Callable[[Any], tuple[Any, ...]], ...]:
     """Returns two functions of the arrays of a call and a final `None`.
 
-    The first returns the donated arrays, the second all arrays with `None` in place of the donated ones.
+    The first returns all arrays with `None` in place of those of the first argument, the second returns these.
     """
     index, count = index_in(call), len(arrays_in(call))
-    first = range(0)
-    if donate.endswith("except-first"):
-        fun, args, _ = index.structure.treedef.children()
-        size = args.children()[0].num_leaves if args.children() else 0
-        first = range(fun.num_leaves, fun.num_leaves + size)
+    fun, args, _ = index.structure.treedef.children()
+    size = args.children()[0].num_leaves if args.children() else 0
     # An array of the first argument is kept where it is in another argument too: it is one argument of the program.
     # `order` counts arrays first, so that the numbers of values that are no arrays lie above `count`.
-    shared = {index.gathers.order[leaf] for leaf in first}
-    donated = [i for i in range(count) if i not in shared]
-    kept = [i if i in shared else count for i in range(count)]
-    return getter(donated), getter(kept)
+    numbers = {index.gathers.order[leaf] for leaf in range(fun.num_leaves, fun.num_leaves + size)}
+    first = [i for i in range(count) if i in numbers]
+    return getter([count if i in numbers else i for i in range(count)]), getter(first)
 
 
 class Stage:
@@ -239,13 +235,13 @@ class Stage:
         return Stage(self._take_apart, self._stage.compile(*args, **kwargs), self._lowered_for)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        donated, kept = self._take_apart(args, kwargs)
-        call = with_kept_arrays(kept, ())
+        parts = self._take_apart(args, kwargs)
+        call = with_kept_arrays(parts[0], ())
         if jtu.tree_structure(call) != jtu.tree_structure(self._lowered_for):
             differences = diff_of(self._lowered_for, call).in_words() or _UNSEEN
             what = "the program was lowered for other arguments (the first; these are the second)"
             raise ValueError(f"{what}:\n{differences}")
-        return put_together(self._stage(donated, kept), ())
+        return put_together(self._stage(*parts), ())
 
     def __getattr__(self, name: str) -> Any:
         if name == "_stage":  # of a copy that is being made

@@ -126,9 +126,8 @@ def _leaves_changed(
     dtypes = {i: index.structure.spec(i).dtype for i in own}
     given = {i: frozenset({_Given(tied.get(i, i), dtype)}) for i, dtype in dtypes.items()}
     order = index_in(halves[0]).gathers.order
-    marks: list[_Mark] = [_ANY for its in arrays for _ in its]
-    for i, mark in given.items():
-        marks[order[i]] = mark
+    own_marks = {order[i]: mark for i, mark in given.items()}
+    marks = [own_marks.get(number, _ANY) for number in range(sum(map(len, arrays)))]
     after = zip(own, _Same().follow(program, marks), program.out_avals, strict=True)
     changed = [i for i, new, aval in after if new != given[i] or getattr(aval, "dtype", None) != dtypes[i]]
     # The refs of a model are constants of the program. An effect names a variable since JAX 0.8, its number before;

@@ -388,13 +388,13 @@ class Block(HashedOnce):
         ordered = sorted(numbers)
         return dict(zip(ordered, _cut_strips(whole, self.strips(ordered)), strict=True))
 
-    def changed(self, whole: jax.Array, changes: Mapping[int, Callable[[jax.Array], jax.Array]]) -> jax.Array:
-        """Returns the whole array with the arrays of these numbers changed: one copy, however many change."""
-        numbers = sorted(changes)
+    def changed(self, whole: jax.Array, news: Mapping[int, Any], change: Callable[[jax.Array, Any], Any]) -> jax.Array:
+        """Returns the whole array with `change(old, new)` at the numbers of `news`: one copy, however many change."""
+        numbers = sorted(news)
         shapes = _with_gaps(self.strips(numbers), whole.shape[1:], self.shape[0])
         pieces = cut(self.gathered(whole), shapes, self.rank)
         for i, number in enumerate(numbers):
-            pieces[2 * i + 1] = changes[number](pieces[2 * i + 1])
+            pieces[2 * i + 1] = change(pieces[2 * i + 1], news[number])
         return laid_as(join(pieces, shapes, self.shape[0], self.rank), whole)
 
     def strips(self, numbers: Iterable[int], root: Any = None) -> tuple[Strip, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 from jax.typing import ArrayLike
 
 from .._tree.types import PyTree
@@ -78,27 +78,7 @@ def vary(array: ArrayLike, axes: frozenset[str]) -> Any:
     return jax.lax.pvary(array, added)  # pyright: ignore[reportAttributeAccessIssue] - before JAX 0.9
 
 
-def mesh_within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """Returns the mesh of the current trace: inside `automatic`, the axes of a mesh have another type."""
-    within = jax.sharding.get_abstract_mesh()
-    return mesh if within.empty else within
-
-
-def _is_explicit(mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether types record the placement of arrays over the mesh."""
-    return AxisType.Explicit in mesh.axis_types
-
-
 def lay(tree: PyTree, shardings: PyTree) -> PyTree:
     """Places traced arrays on a mesh; `shardings` is a tree like that of the arrays, or like the top of it."""
-    placed_by = lambda to: reshard if _is_explicit(to.mesh) else jax.lax.with_sharding_constraint
+    placed_by = lambda to: reshard if AxisType.Explicit in to.mesh.axis_types else jax.lax.with_sharding_constraint
     return jax.tree.map(lambda to, below: jax.tree.map(lambda leaf: placed_by(to)(leaf, to), below), shardings, tree)
-
-
-def automatic(f: Callable[..., Any], shardings: PyTree, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
-    """Returns a function of traced arrays in which XLA alone decides their placement, except for the results."""
-    if not _is_explicit(mesh):
-        return lambda *args: lay(f(*args), shardings)
-    # JAX 0.7 takes no concrete mesh here.
-    types = jax.tree.map(lambda each: NamedSharding(each.mesh.abstract_mesh, each.spec), shardings)
-    return auto_axes(f, out_sharding=types)

@@ -65,14 +65,12 @@ class _Unbuilt:
         columns: list[_Column] = []
         for leaves in zip(*(range(span.start, span.stop) for span in spans), strict=True):
             column = tuple(map(self._place, leaves))
-            if structure.is_array(leaves[0]):
-                kinds = {(block, number, alias and alias.transforms) for block, number, alias in column}
-                columns.append(column[:1] if len(kinds) == 1 else column)
-                continue
-            columns.append(column[:1])
-            first, *keys = [static_key(self.singles[number], strict=True) for _, number, _ in column]
-            for leaf, key in zip(leaves[1:], keys, strict=True):
-                if key != first:
+            is_array = structure.is_array(leaves[0])
+            kinds = {(block, number, alias and alias.transforms) for block, number, alias in column}
+            columns.append(column if is_array and len(kinds) > 1 else column[:1])
+            keys = [] if is_array else [static_key(self.singles[number], strict=True) for _, number, _ in column]
+            for leaf, key in zip(leaves, keys, strict=False):
+                if key != keys[0]:
                     what = f"{structure.paths[leaves[0]]!r} and {structure.paths[leaf]!r}, which are not arrays, differ"
                     raise ValueError(f"{what}; turn such numbers into arrays")
         return structure.subtreedefs[spans[0].number], len(spans), columns

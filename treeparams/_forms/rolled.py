@@ -8,10 +8,9 @@ become a loop if each gets its operands in the same way: from itself, from the p
 import contextlib
 import functools
 import itertools
-import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -88,7 +87,7 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         program = _Program(closed)
         pieces = _strips_in(program)
         equations = _in_order(program, pieces) if pieces else []
-        steps = list(_rolled(equations, pieces))
+        steps = _rolled(equations, pieces)
         if any(isinstance(step, _EqualParts) for step in steps):
             return _Evaluation(program, pieces, steps).run(operands)
         if _best(equations, pieces, least=1) is not None:  # not worth a word
@@ -160,9 +159,8 @@ def _strips_of(equation: _Equation, roots: set[_Var], found: dict[_Var, Strip]) 
     name, params, operand = equation.primitive.name, equation.params, equation.invars[0]
     shape, of = operand.aval.shape, found.get(operand)
     if name == "cut" and len(shape) == 1 + params["rank"] > 1:
-        sizes = [math.prod(each[: len(each) - params["rank"]]) for each in params["shapes"]]
-        starts = itertools.accumulate(sizes, initial=0)
-        return [Strip(operand, *each, params["rank"]) for each in zip(starts, sizes, params["shapes"], strict=False)]
+        block = Block(params["shapes"], (), operand.aval.dtype, shape[0], params["rank"])
+        return block.strips(range(len(block.shapes)), operand)
     if name == "squeeze" and of is not None:
         is_whole = len(of.shape) == of.rank + 1 and params["dimensions"] == (len(shape) - 1 - of.rank,)
         return [of._replace(shape=of.shape[1:])] if is_whole else []
@@ -221,12 +219,11 @@ class _EqualParts(NamedTuple):
     parts: list[list[_Equation]]
     taken: dict[_Place, _Place]  # operands that are results of the part before, and where it has them
     first: dict[_Place, _Var]  # what the first part takes in place of these results
-    columns: dict[_Place, _Column]  # operands that are pieces
-    numbers: dict[_Place, np.ndarray]  # operands that are constants, where these differ
+    along: dict[_Place, _Column | np.ndarray]  # operands that are pieces, or constants that differ
 
     def body(self) -> list[list[_Var | _Place]]:
         """Returns the operands of each equation of the first part, as places where those of other parts differ."""
-        own = {*self.columns, *self.numbers, *self.taken}
+        own = {*self.along, *self.taken}
         operands = enumerate([each.invars for each in self.parts[0]])
         return [[(k, m) if (k, m) in own else var for m, var in enumerate(its)] for k, its in operands]
 
@@ -235,19 +232,21 @@ class _EqualParts(NamedTuple):
         made = {var for equation in self.parts[0] for var in equation.outvars}
         shared = [var for its in self.body() for var in its if not isinstance(var, tuple)]
         shared = [var for var in _variables(shared) if var not in made]
-        return [*self.first.values(), *shared, *(column[0].root for column in self.columns.values())]
+        return [*self.first.values(), *shared, *(column[0].root for column in self.columns())]
+
+    def columns(self) -> list[_Column]:
+        """Returns the operands that are pieces."""
+        return [each for each in self.along.values() if isinstance(each, tuple)]
 
 
-def _rolled(equations: list[_Equation], pieces: dict[_Var, Strip]) -> Iterator[_Equation | _EqualParts]:
-    """Yields the best loop, and recursively the loops and equations before and after it."""
+def _rolled(equations: list[_Equation], pieces: dict[_Var, Strip]) -> list[_Equation | _EqualParts]:
+    """Returns the best loop, between the loops and equations before and after it."""
     found = _best(equations, pieces)
     if found is None:
-        yield from equations
-        return
+        return equations
     start, loop = found
-    yield from _rolled(equations[:start], pieces)
-    yield loop
-    yield from _rolled(equations[start + sum(map(len, loop.parts)) :], pieces)
+    end = start + sum(map(len, loop.parts))
+    return [*_rolled(equations[:start], pieces), loop, *_rolled(equations[end:], pieces)]
 
 
 def _best(equations: list[_Equation], pieces: dict[_Var, Strip], least: int = _LEAST) -> tuple[int, _EqualParts] | None:
@@ -290,17 +289,17 @@ def _as_loop(equations: list[_Equation], period: int, pieces: dict[_Var, Strip])
     for number, part in enumerate(parts):
         for k, equation in enumerate(part):
             made |= {var: (number, (k, o)) for o, var in enumerate(equation.outvars)}
-    loop = _EqualParts(parts, {}, {}, {}, {})
+    loop = _EqualParts(parts, {}, {}, {})
     for place in [(k, m) for k in range(period) for m in range(len(parts[0][k].invars))]:
         operands = [part[place[0]].invars[place[1]] for part in parts]
         if isinstance(operands[0], jex.Literal):
             values = [np.asarray(operand.val, getattr(operand.aval, "dtype", None)) for operand in operands]
             if len({value.tobytes() for value in values}) > 1:
-                loop.numbers[place] = np.stack(values)
+                loop.along[place] = np.stack(values)
         elif all(operand in pieces for operand in operands):
             column = _column_of([pieces[operand] for operand in operands])
             if column is not None:
-                loop.columns[place] = column
+                loop.along[place] = column
             elif len(set(operands)) > 1:
                 return None
         elif len(set(operands)) > 1 or operands[0] in made:
@@ -358,8 +357,8 @@ class _Kinds:
 
     def _type(self, var: _Var) -> Any:
         is_literal = isinstance(var, jex.Literal)
-        is_piece = not is_literal and var in self._pieces
-        return self._pieces[var]._replace(start=0) if is_piece else (is_literal, var.aval)
+        piece = None if is_literal else self._pieces.get(var)
+        return (is_literal, var.aval) if piece is None else piece._replace(start=0)
 
     def _program(self, program: jex.ClosedJaxpr, orders: int) -> Any:
         key, jaxpr = (id(program.jaxpr), *map(id, program.consts), orders), program.jaxpr
@@ -442,7 +441,7 @@ class _Evaluation:
         def step(carry: list[Any], along: list[Any]) -> tuple[list[Any], list[Any]]:
             handed = dict(zip(loop.first, carry, strict=True))
             made: dict[Any, Any] = {place: handed[origin] for place, origin in loop.taken.items()}
-            made |= zip([*loop.columns, *loop.numbers], along, strict=True)
+            made |= zip(loop.along, along, strict=True)
             for equation, operands in zip(first, loop.body(), strict=True):
                 values = [self._read(each, made) for each in operands]
                 made |= zip(equation.outvars, bind(equation, values), strict=True)
@@ -450,15 +449,15 @@ class _Evaluation:
             return list(map(_strong, found(loop.first))), found(kept)
 
         # Columns are cut here and not in the body, which would save them for the way back.
-        columns = cut_columns(loop.columns.values(), self._read)
-        along = [*map(columns.__getitem__, loop.columns.values()), *loop.numbers.values()]
+        columns = cut_columns(loop.columns(), self._read)
+        along = [columns[each] if isinstance(each, tuple) else each for each in loop.along.values()]
         carry = [_strong(self._read(var)) for var in loop.first.values()]
         carry, stacked = jax.lax.scan(step, carry, along, len(loop.parts))
         self._values |= {_result(last, place): value for place, value in zip(loop.first, carry, strict=True)}
         for place, values in zip(kept, stacked, strict=True):
-            its = {i: var for i, part in enumerate(loop.parts) if (var := _result(part, place)) in self._needed}
-            rows = Block.rows([_result(part, place).aval for part in loop.parts]).pieces(values)
-            self._values |= {var: rows[i] for i, var in its.items()}
+            results = [_result(part, place) for part in loop.parts]
+            rows = Block.rows([var.aval for var in results]).pieces(values)
+            self._values |= {var: row for var, row in zip(results, rows, strict=True) if var in self._needed}
 
 
 def _result(part: Sequence[_Equation], place: _Place) -> _Var:

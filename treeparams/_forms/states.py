@@ -62,12 +62,9 @@ class Owners(NamedTuple):
         cls, paths: Sequence[str], place: Place, axis: int | None, shapes: Sequence[tuple[int, ...]], has_rows: bool
     ) -> "Owners":
         """Returns the parameters of these shapes, whose pieces are rows or follow one another flat."""
+        joined = Block.rows if has_rows else functools.partial(Block.vector, dtype=_ANY)
         pieces = [jax.ShapeDtypeStruct(shape, _ANY) for shape in shapes]
-        if axis is None:
-            block = Block.single(shapes[0], _ANY)
-        else:
-            block = Block.rows(pieces) if has_rows else Block.vector(pieces, _ANY)
-        return cls(tuple(paths), place, axis, block)
+        return cls(tuple(paths), place, axis, Block.single(shapes[0], _ANY) if axis is None else joined(pieces))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,14 +255,10 @@ class Copies:
             return "the state was changed since its transformation made it: it has other arrays"
         return self.division.problem
 
-    def check(self) -> None:
-        """Raises a `ValueError` if the owners of the state are not known."""
+    def owned(self) -> Iterator[tuple[Entries, Owners | None]]:
+        """Returns the entries and owners of each array; raises a `ValueError` if the owners are not known."""
         if self.problem:
             raise ValueError(self.problem)
-
-    def owned(self) -> Iterator[tuple[Entries, Owners | None]]:
-        """Returns the entries and owners of each array; raises an error if the owners could not be found."""
-        self.check()
         return zip(self.arrays, self.division.owners, strict=True)
 
     @functools.cached_property
@@ -315,8 +308,7 @@ class Copies:
 
 def entries_of(state: PyTree) -> dict[Entries, Any]:
     """Returns the arrays of a state by the entries of their paths."""
-    leaves = jtu.tree_flatten_with_path(state)[0]
-    return {key_entries(path): leaf for path, leaf in leaves}
+    return {key_entries(path): leaf for path, leaf in jtu.tree_flatten_with_path(state)[0]}
 
 
 def _join_pieces(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...]) -> Any:

@@ -193,21 +193,18 @@ class _Selected(NamedTuple):
 
     def _changed(self, change: Callable[[Any, Any], Any], value: Values) -> Any:
         leaves = list(map(jnp.asarray, self.leaves))
-        news: dict[int, dict[int, Callable[[jax.Array], jax.Array]]] = {}  # of each leaf, by number within it
+        news: dict[int, dict[int, jax.Array]] = {}  # of each leaf, by number within it
         dtypes = [leaves[self.form.locations[number][0]].dtype for number in self.numbers]
 
-        def of(new: jax.Array) -> Callable[[jax.Array], jax.Array]:
-            def changed(old: jax.Array) -> jax.Array:
-                its = replicated(new.astype(old.dtype))
-                return laid_as(change(old, laid_as(its.reshape(old.shape), old) if its.ndim else its), old)
-
-            return changed
+        def changed(old: jax.Array, new: jax.Array) -> jax.Array:
+            new = replicated(new.astype(old.dtype))
+            return laid_as(change(old, laid_as(new.reshape(old.shape), old) if new.ndim else new), old)
 
         for number, new in zip(self.numbers, _values_for(self.slots, dtypes, value), strict=True):
             b, n = self.form.locations[number]
-            news.setdefault(b, {})[n] = of(new)
+            news.setdefault(b, {})[n] = new
         for b, its in news.items():
-            leaves[b] = self.form.blocks[b].changed(leaves[b], its)
+            leaves[b] = self.form.blocks[b].changed(leaves[b], its, changed)
         return jtu.tree_unflatten(self.form.treedef, leaves)
 
 

@@ -74,7 +74,6 @@ class _Before:
     """
 
     def __init__(self, said: Recorded, copies: Copies, count: Any, get: Callable[[Any], Any]) -> None:
-        copies.check()
         self.paths, self.copies, self.waits = tuple(said.parameters), copies, said.side == "held"
         self.at, self._node, self._get = _arrays_of(copies, self.paths), said.path, get
         self.count = int(_with_values(count, "the state", "counts"))

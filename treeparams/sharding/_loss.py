@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._forms.block import Block
 from .._forms.form import Form
-from .._forms.mesh import automatic, lay, mesh_within
+from .._forms.mesh import lay
 from .._forms.restructure import Restructure, halves_of
 from .._slots.layout import index_of
 from .._slots.parts import Rest, kept_arrays, put_together
@@ -29,7 +29,7 @@ from .._slots.where import name_of
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree, common_dtype, widened
 from ._placement import Placement, described
-from ._specs import Axes, axes_named, first_divided, put_leaf
+from ._specs import Axes, automatic, axes_named, first_divided, mesh_within, put_leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

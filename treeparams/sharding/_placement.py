@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._forms.block import Block
 from .._forms.form import Form
-from .._forms.mesh import automatic, lay, mesh_within
+from .._forms.mesh import lay
 from .._forms.restructure import Restructure, halves_of, restructure_over
 from .._forms.states import Division
 from .._slots.index import Slot
@@ -26,7 +26,7 @@ from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
 from .._tree.text import Table, describe, first_lines, quoted
 from .._tree.types import PyTree
-from ._specs import Axes, FormName, Place, Rules, axes_named, first_divided, put_leaf, spec_of
+from ._specs import Axes, FormName, Place, Rules, automatic, axes_named, first_divided, mesh_within, put_leaf, spec_of
 
 _Make = Callable[[PyTree], PyTree]
 _Rule = str | PartitionSpec

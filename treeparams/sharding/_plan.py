@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._average import Ema
 from .._forms.form import Form
-from .._forms.mesh import automatic
 from .._forms.restructure import Restructure, released
 from .._forms.states import Division
 from .._slots.accidents import keep_apart
@@ -26,7 +25,7 @@ from ..optim._state import ModelTransformation, extended, nodes_of, settled, ste
 from ..optim._step import added
 from ..optim._updates import MasterState, copies_in, landed, spread, told
 from ._placement import Placement
-from ._specs import Axes, FormName, Rules, put_leaf
+from ._specs import Axes, FormName, Rules, automatic, put_leaf
 
 Average = float | Callable[[Any], Ema[Any]]
 """A decay, or a function that makes the average of parameters."""

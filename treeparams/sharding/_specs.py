@@ -1,19 +1,19 @@
 """From rules over paths to the place of each parameter, checked against its shape and the mesh; arrays put there."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
 
 from .._forms.mesh import lay
 from .._slots.where import name_of
 from .._tree.text import describe, first_lines, quoted
-from .._tree.types import is_key
+from .._tree.types import PyTree, is_key
 
 Rule = str | PartitionSpec
 Rules = Mapping[Any, Rule]
@@ -258,3 +258,18 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
     values = np.asarray(jax.random.key_data(leaf) if has_keys else leaf)
     array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if has_keys else array
+
+
+def mesh_within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """Returns the mesh of the current trace: inside `automatic`, the axes of a mesh have another type."""
+    within = jax.sharding.get_abstract_mesh()
+    return mesh if within.empty else within
+
+
+def automatic(f: Callable[..., Any], shardings: PyTree, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """Returns a function of traced arrays in which XLA alone decides their placement, except for the results."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return lambda *args: lay(f(*args), shardings)
+    # JAX 0.7 takes no concrete mesh here.
+    types = jax.tree.map(lambda each: NamedSharding(each.mesh.abstract_mesh, each.spec), shardings)
+    return auto_axes(f, out_sharding=types)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from .._average import Ema
 from .._forms.form import Form
-from .._forms.mesh import automatic, lay, mesh_within
+from .._forms.mesh import lay
 from .._forms.restructure import Restructure
 from .._forms.states import Copies
 from .._slots.layout import index_of
@@ -33,7 +33,7 @@ from ..optim._updates import check_names
 from ._loss import Loss
 from ._placement import Placement, StepState, described
 from ._plan import Plan, Update, placement_of
-from ._specs import put_leaf
+from ._specs import automatic, mesh_within, put_leaf
 
 _PACKAGES = ("jax", "jaxlib", "optax", "equinox", "treeparams")
 _LINES = 40  # of what differs, at most: a plan may have thousands
