@@ -286,7 +286,8 @@ def test_in_ensembles_in_checkpoints_and_with_other_dtypes():
     narrow = [{"w": ramp(2, 2, dtype=jnp.bfloat16), "scale": jnp.asarray(0.5 + k)} for k in range(3)]
     weights, restructure = tp.stack(narrow, "**.w")
     apply = lambda x, layer: (layer["scale"] * (layer["w"] @ x), None)
-    assert restructure.scan(apply, jnp.ones(2, jnp.bfloat16), weights, "*")[0].dtype == jnp.bfloat16
+    scan = lambda weights, restructure: restructure.scan(apply, jnp.ones(2, jnp.bfloat16), weights, "*")[0]
+    assert scan(weights, restructure).dtype == jax.eval_shape(scan, weights, restructure).dtype == jnp.bfloat16
 
 
 def test_nodes_of_which_one_is_frozen_are_one_cut_of_the_vector():

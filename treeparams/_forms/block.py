@@ -185,7 +185,8 @@ def _cut_types(array: Any, *, shapes: _Shapes, rank: int) -> list[Any]:
 
 @_join_p.def_abstract_eval
 def _join_type(*arrays: Any, shapes: _Shapes, length: int, rank: int) -> Any:
-    return _type_like(arrays[0], len(shapes[0]), (length, *shapes[0][len(shapes[0]) - rank :]), rank)
+    aval = _type_like(arrays[0], len(shapes[0]), (length, *shapes[0][len(shapes[0]) - rank :]), rank)
+    return aval.update(weak_type=all(array.weak_type for array in arrays))
 
 
 def _type_like(aval: Any, replaced: int, shape: tuple[int, ...], rank: int) -> Any:

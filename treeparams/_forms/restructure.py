@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
 from .._slots.index import Index
-from .._slots.layout import Layout
+from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
 from .._slots.ties import Alias
 from .._slots.where import Where, name_of, nodes_in
@@ -272,7 +272,7 @@ class Restructure(Generic[M]):
             ValueError: see `restructure(form)`.
             TypeError: see `restructure(form)`.
         """
-        return View(self.layout, self._form, self._form.leaves(self._whole(form)))
+        return View(index_of(self.layout), self._form, self._form.leaves(self._whole(form)))
 
     def place(self, path: str) -> tuple[str | None, str, int]:
         """Returns where a parameter is stored in the stacks.

@@ -10,8 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._slots.index import Slot
-from .._slots.layout import Layout, index_of
+from .._slots.index import Index, Slot
 from .._slots.where import Where, select
 from .._tree.text import first_few
 from .._tree.types import is_complex
@@ -48,14 +47,12 @@ class View(Mapping[str, Any]):
     neither an array nor a pytree: do arithmetic on `view.form`, and pass `view.form` to `jax.jit`.
     """
 
-    def __init__(
-        self, layout: Layout, form: Form, leaves: Sequence[Any], chosen: tuple[int, ...] | None = None
-    ) -> None:
+    def __init__(self, index: Index, form: Form, leaves: Sequence[Any], chosen: tuple[int, ...] | None = None) -> None:
         """Used by this library; write `restructure.view(vector)`."""
-        self._layout = layout
+        self._index = index
         self._form = form
         self._leaves = leaves
-        self._chosen = tuple(range(len(layout.slots))) if chosen is None else chosen
+        self._chosen = tuple(range(len(index.slots))) if chosen is None else chosen
         self._inside = frozenset(self._chosen)
         # Inside of a trace all pieces are cut at once: the transpose of many slices, each by itself, is as many padded
         # additions. XLA drops the pieces that nobody reads. Outside of one, only what is read is cut.
@@ -74,21 +71,21 @@ class View(Mapping[str, Any]):
 
     def __getitem__(self, where: Where) -> Any:
         if not self._is_path(where):
-            return View(self._layout, self._form, self._leaves, self._select(where))
-        slot, index = self._slot(where), index_of(self._layout)
+            return View(self._index, self._form, self._leaves, self._select(where))
+        slot, index = self._slot(where), self._index
         leaf, source = index.structure.index[where], index.positions[slot]
         alias = next((each for each in index.aliases.get(source, ()) if each.leaf == leaf), None)
         return alias.value_from(self._array(slot), index.structure.spec(source)) if alias else self._array(slot)
 
     def __iter__(self) -> Iterator[str]:
-        return (self._layout.slots[i].path for i in self._chosen)
+        return (self._index.slots[i].path for i in self._chosen)
 
     def __len__(self) -> int:
         return len(self._chosen)
 
     def __contains__(self, path: object) -> bool:
-        index = index_of(self._layout)
-        return isinstance(path, str) and index.by_leaf.get(index.structure.index.get(path, -1)) in self._inside
+        leaf = self._index.structure.index.get(path, -1) if isinstance(path, str) else -1
+        return self._index.by_leaf.get(leaf) in self._inside
 
     def __eq__(self, other: object) -> bool:
         return self is other  # whether all is equal is a question for what they are made of, as it is for arrays
@@ -107,7 +104,7 @@ class View(Mapping[str, Any]):
         if self._is_path(where):
             return (self._slot(where),)
         try:
-            found = [i for i in index_of(self._layout).slots_in(where) if i in self._inside]
+            found = [i for i in self._index.slots_in(where) if i in self._inside]
         except ValueError as error:
             raise KeyError(str(error)) from None
         if not found:
@@ -116,8 +113,8 @@ class View(Mapping[str, Any]):
 
     def _change(self, where: Where) -> "_Selected":
         """Returns the slots that `where` selects, for writing."""
-        slots, index = self._select(where), index_of(self._layout)
-        change = _Selected(self._form, self._leaves, slots, tuple([self._layout.slots[i] for i in slots]))
+        slots, index = self._select(where), self._index
+        change = _Selected(self._form, self._leaves, slots, tuple([index.slots[i] for i in slots]))
         if not index.computed:
             return change
         paths = index.structure.index
@@ -126,15 +123,15 @@ class View(Mapping[str, Any]):
             # A slot may be selected through an alias that is computed from it, and by no path of its own.
             its = [leaf for leaf in sorted(leaves) if index.by_leaf.get(leaf) == i]
             if index.follows.keys() >= set(its):
-                path, source = index.structure.paths[its[0]], self._layout.slots[i].path
+                path, source = index.structure.paths[its[0]], index.slots[i].path
                 raise KeyError(f"{path!r} is computed from {source!r}; change {source!r} instead")
         return change
 
     def _is_path(self, where: Where) -> TypeGuard[str]:
-        return isinstance(where, str) and where in index_of(self._layout).structure.index
+        return isinstance(where, str) and where in self._index.structure.index
 
     def _slot(self, path: str) -> int:
-        slot = index_of(self._layout).slot_at(path)
+        slot = self._index.slot_at(path)
         if slot not in self._inside:
             raise KeyError(f"{path!r} is not in this part of the view, which has {list(self)}")
         return slot

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -37,7 +37,7 @@ class Update:
 
     rule: Any  # plain Optax that takes extra arguments
     form: Form  # of the parameters, while the rule runs
-    by_parameter: Callable[[Mapping[str, Any]], PyTree]
+    by_parameter: Callable[[Any], PyTree]  # from factors by `where` to a tree like the form
     make_average: Callable[[PyTree], Ema[Any]] | None = None
 
     @classmethod
