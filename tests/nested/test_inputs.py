@@ -49,8 +49,7 @@ SHAPES = [  # results of all that a Jacobian of x of shape (3, 2) can have
     lambda w, x: 3.0,
     lambda w, x: sine(w, x)[:0],
 ]
-in_chunks = lambda w, x: [[nested.input_jacobian(f, chunk=chunk)(w, x) for f in SHAPES] for chunk in (None, 2)]
-by_jax_of_shapes = lambda w, x: [[jax.jacobian(lambda x, f=f: jnp.asarray(f(w, x)))(x) for f in SHAPES]] * 2
+of_shapes = lambda jacobian: lambda w, x: [jacobian(f)(w, x) for f in SHAPES]
 in_closure = lambda model, x, t: nested.input_gradient(lambda nothing, x: model.total(x, t))(None, x)
 backward = jax.custom_vjp(lambda x: x**2)
 backward.defvjp(lambda x: (x**2, x), lambda x, g: (2 * x * g,))
@@ -62,15 +61,20 @@ of_many = lambda w, x, scale: scale * jnp.einsum("bij,jk->bikj", jnp.sin(x), w)
 
 
 def alone_and_in_a_batch(derivative):
-    return lambda model, x, t: (derivative(model, x[0], t[0]), jax.vmap(derivative, (None, 0, 0))(model, x, t))
+    values = lambda *args: jax.lax.stop_gradient(derivative(*args))
+    return lambda model, x, t: (values(model, x[0], t[0]), jax.vmap(derivative, (None, 0, 0))(model, x, t))
+
+
+def in_chunks(whole, chunked):
+    return lambda model, x: (whole(model, x), jax.lax.stop_gradient(chunked(model, x)))
 
 
 def of_samples(outputs):
     """Jacobians of a batch by ours, whole and in chunks, and by hand."""
     f = lambda model, x: jax.vmap(model)(x)[outputs]
-    ours = [nested.input_jacobian(f, batched=True, chunk=chunk) for chunk in (None, 2)]
     by_hand = lambda model, x: jax.vmap(jax.jacfwd(lambda x: f(model, x[None])[0]))(x)
-    return lambda model, x: [of(model, x) for of in ours], lambda model, x: [by_hand(model, x)] * 2
+    ours = (nested.input_jacobian(f, batched=True, chunk=chunk) for chunk in (None, 2))
+    return in_chunks(*ours), in_chunks(by_hand, by_hand)
 
 
 X, T = np.array([[0.3, -0.2, 0.5], [1.0, 0.4, -0.7]]), np.array([0.7, -1.1])
@@ -105,7 +109,8 @@ CASES = {  # ours, JAX's, the model and the other arguments
         nested.input_gradient(square), jax.grad(square, 1), of_array([1 + 2j, 0.5]), (np.array([1 - 1j, 2j]),),
     ),
     "any shape": (
-        in_chunks, by_jax_of_shapes,
+        in_chunks(of_shapes(nested.input_jacobian), of_shapes(lambda f: nested.input_jacobian(f, chunk=2))),
+        in_chunks(*[of_shapes(lambda f: jax.jacobian(lambda w, x: jnp.asarray(f(w, x)), 1))] * 2),
         of_array(2.0), (np.arange(6.0).reshape(3, 2),),
     ),
     # Of each sample of a batch.

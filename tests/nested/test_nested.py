@@ -153,7 +153,7 @@ def test_floating_point_operations():
         operator = nested.hessian_operator(f)(restructure(v), x)
         return [operator(direction) for direction in directions]
 
-    assert flops(five, vector, [jnp.sin(i + vector) for i in range(5)]) <= 4.2 * one
+    assert flops(five, vector, [np.sin(i + np.asarray(vector)) for i in range(5)]) <= 4.2 * one
     # What is frozen costs nothing.
     layout = tp.layout(mlp, "layers.4")
     params, rest = tp.partition(mlp, layout)
@@ -227,9 +227,11 @@ def test_an_operator_multiplies_from_both_sides_and_passes_through_jit_vmap_and_
 
     @jax.jit
     def run(operator):
-        scanned = jax.lax.scan(lambda c, t: (c, operator(t)), 0, units)[1]
-        matrices = [jax.vmap(operator)(units), scanned, *(operator.matrix(chunk=chunk) for chunk in (None, 3))]
-        left = [of(array) @ operator for of in (jnp.asarray, np.asarray) for array in (some[:, 0], some.T)]
+        matrices, left = [operator.matrix(chunk=3)], []
+        if problem.kind == "real":  # what JAX does with it is the same for both
+            scanned = jax.lax.scan(lambda c, t: (c, operator(t)), 0, units)[1]
+            matrices += [jax.vmap(operator)(units), scanned, operator.matrix()]
+            left = [of(array) @ operator for of in (jnp.asarray, np.asarray) for array in (some[:, 0], some.T)]
         right = operator @ real, operator @ some, operator @ jnp.stack([compl, 2 * compl], 1)
         of_part = operator({problem.name: tree[problem.name]}), problem.restructure(jnp.asarray(matrix @ alone))
         return matrices, left, right, (operator(compl), of_part), operator.diagonal(chunk=3)
@@ -237,7 +239,7 @@ def test_an_operator_multiplies_from_both_sides_and_passes_through_jit_vmap_and_
     matrices, left, right, (of_complex, of_part), diagonal = jax.device_get(run(operator))
     for each in matrices:
         near(each, matrix)
-    jax.tree.map(near, left, [some[:, 0] @ matrix, some.T @ matrix] * 2)
+    jax.tree.map(near, left, [some[:, 0] @ matrix, some.T @ matrix] * (len(left) // 2))
     jax.tree.map(near, right, (matrix @ real, matrix @ some, np.stack([of_complex, 2 * of_complex], 1)))
     near(diagonal, np.diag(matrix))
     jax.tree.map(near, *of_part)
