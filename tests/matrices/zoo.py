@@ -4,10 +4,12 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import treeparams as tp
 from treeparams import matrices
 
 from ..blocks import blocks
@@ -56,6 +58,27 @@ def page(name: str, part: str) -> dict[str, Any]:
 
 OWN = page("own-matrix.md", "class Circulant")
 Circulant = OWN["Circulant"]
+Int8 = page("matrices.md", "class Int8")["Int8"]
+
+
+def int8(seed: int, m: int, n: int) -> Any:
+    rows = np.random.default_rng(seed).integers(-127, 128, (m, n), np.int8)
+    return Int8(jax.device_put(rows), put(*(np.arange(m) + 1) / 127))
+
+
+class Codec(eqx.Module):
+    """Of ties that its class declares, one by a transpose."""
+
+    encoder: jax.Array
+    decoder: jax.Array
+    one: jax.Array
+    same: jax.Array
+    frozen: jax.Array = tp.field(trainable=False)
+
+
+tp.declare(Codec, ties={"decoder": ("encoder", jnp.transpose), "same": "one"})
+CODEC = Codec(normal(45, 2, 3), normal(45, 2, 3).T, normal(46, 2, 2), normal(46, 2, 2), normal(47, 2, 2))
+TIED = dict.fromkeys(("one", "same"), normal(9, 3, 3)) | {"other": normal(10, 3, 3)}
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -67,6 +90,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                 yield from equations(inner)
 
 
+IMPUTING = {"pre": matrices.PreImputing, "post": matrices.PostImputing}
 # Each of rows and columns; those that are square take the number of columns.
 MATRICES: dict[str, Callable[[int, int], Any]] = {
     "svd": lambda m, n: mixed(0, m, n),

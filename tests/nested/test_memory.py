@@ -11,9 +11,7 @@ from treeparams import nested
 from treeparams.nested import _jacobian
 
 from ..matrices.zoo import equations
-from ..zoo import assert_close, enable_x64, first_devices, ramp
-
-# -- Memory ------------------------------------------------------------------------------------------------------------
+from ..zoo import assert_close, first_devices, ramp
 
 WIDE = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in {"a": (50, 40), "b": (40, 50)}.items()}
 SAMPLES = jax.ShapeDtypeStruct((32, 40), jnp.float32)
@@ -34,19 +32,13 @@ def arrays(f, *args):
 
 
 # Each two of the three options meet.
-@pytest.mark.parametrize(
-    ("f", "outputs", "chunk", "others"),
-    [
-        (single, 1, None, False),
-        (single, 1, 8, True),
-        (single, 1, 5, False),
-        (several, 2, None, True),
-        (several, 2, 8, False),
-        (several, 2, 5, True),
-    ],
-)
-def test_a_kernel_holds_no_jacobian(f, outputs, chunk, others, monkeypatch):
+OPTIONS = [(1, None, False), (1, 8, True), (1, 5, False), (2, None, True), (2, 8, False), (2, 5, True)]
+
+
+@pytest.mark.parametrize(("outputs", "chunk", "others"), OPTIONS)
+def test_a_kernel_holds_no_jacobian(outputs, chunk, others, monkeypatch):
     monkeypatch.setattr(_jacobian, "_ALL", 32 * outputs * 4000 - 1)
+    f = single if outputs == 1 else several
     of = lambda model, xs: nested.kernel(f, chunk=chunk)(model, xs, xs if others else None)
     largest = (chunk or 32) * 2000
     assert (35 * outputs) ** 2 < largest  # the result, with what fills up chunks
@@ -62,19 +54,17 @@ def test_a_kernel_takes_each_sample_forward_once_where_all_rows_may_be_there():
 
 
 COLUMNS = {"scale": ramp(), "w": ramp(9)}
+JACOBIANS = {
+    "one output": (single, WIDE, 1, 4000),
+    "several outputs": (several, WIDE, 2, 4000),
+    "by columns": (lambda model, x: jnp.outer(jnp.tanh(x * model["scale"]), model["w"]), COLUMNS, 360, 10),
+}
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize(
-    ("f", "model", "outputs", "n"),
-    [
-        (single, WIDE, 1, 4000),
-        (several, WIDE, 2, 4000),
-        (lambda model, x: jnp.outer(jnp.tanh(x * model["scale"]), model["w"]), COLUMNS, 360, 10),
-    ],
-    ids=["one output", "several outputs", "by columns"],
-)
-def test_a_jacobian_holds_nothing_larger_than_itself_or_a_chunk(f, model, outputs, n, chunk):
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_a_jacobian_holds_nothing_larger_than_itself_or_a_chunk(name, chunk):
+    f, model, outputs, n = JACOBIANS[name]
     sizes = arrays(lambda model, xs: nested.parameter_jacobian(f, chunk=chunk)(model, xs), model, SAMPLES)
     result = 32 * outputs * n
     assert max(sizes) == result
@@ -91,8 +81,6 @@ def test_chunks_bound_the_memory_of_the_compiled_program():
     rows = 2 * 4000 * 4
     assert temporary(5) < 3 * 5 * rows < temporary(None)
 
-
-# -- Over devices ------------------------------------------------------------------------------------------------------
 
 XS = jax.device_put(np.sin(np.arange(36, dtype=np.float32)).reshape(12, 3))
 
@@ -114,19 +102,16 @@ def test_samples_over_devices():
     phases = lambda waves, x: jnp.exp(waves["k"] * (x[:2] * waves["b"]).astype(jnp.complex64))
 
     def run(own, others, model, waves, axis_name):
-        def kernel(*samples, **options):
-            return nested.kernel(net, LAYOUT, axis_name=axis_name, **options)(model, *samples)
-
-        of_samples = [
+        kernel = lambda *samples, **options: nested.kernel(net, LAYOUT, axis_name=axis_name, **options)(model, *samples)
+        of_pairs = nested.kernel(phases, mode="complex", chunk=2, axis_name=axis_name)(waves, own)
+        of_index = lambda model, i: net(model, own[i])
+        return (kernel(own, chunk=2), kernel(own, others), of_pairs), (
             nested.parameter_jacobian(net, LAYOUT, chunk=2)(model, own),
             nested.parameter_jacobian(phases, mode="complex", chunk=1)(waves, own),
             nested.per_example_gradients(loss, LAYOUT, flat=True, chunk=2)(model, own),
-        ]
-        by_columns = nested.parameter_jacobian(many, "b", chunk=2)(waves, own)
-        of_index = lambda model, i: net(model, own[i])
-        captured = nested.parameter_jacobian(of_index, LAYOUT)(model, jnp.arange(len(own)))
-        of_pairs = nested.kernel(phases, mode="complex", chunk=2, axis_name=axis_name)(waves, own)
-        return (kernel(own, chunk=2), kernel(own, others), of_pairs), (of_samples, by_columns, captured)
+            nested.parameter_jacobian(many, "b", chunk=2)(waves, own),
+            nested.parameter_jacobian(of_index, LAYOUT)(model, jnp.arange(len(own))),
+        )
 
     within = lambda *args: run(*args, "d")
     sharded = jax.shard_map(within, mesh=mesh, in_specs=(P("d"), P("d"), P(), P()), out_specs=(P(), P("d")))
@@ -176,12 +161,3 @@ def test_meshes_with_explicit_axes():
     assert_close(got, want)
     in_chunks = jax.jit(nested.parameter_jacobian(f, chunk=3))(whole, put(xs, "d"))  # without `jax.set_mesh`
     assert_close(in_chunks, want[0][0])
-
-
-def test_kernels_of_mixed_widths_are_as_precise_as_the_widest():
-    with enable_x64(True):
-        model = {"a": np.linspace(0.1, 1, 3).astype("f"), "b": np.linspace(-1, 1, 3)}
-        f = lambda model, x: jnp.tanh(x @ model["b"]) * jnp.sum(model["a"].astype(x.dtype) ** 2)
-        both = jax.jit(lambda *args: [of(f)(*args) for of in (nested.parameter_jacobian, nested.kernel)])
-        rows, kernel = map(np.asarray, both(model, np.sin(np.arange(15.0)).reshape(5, 3)))
-        np.testing.assert_allclose(kernel, rows[:, 0] @ rows[:, 0].T, 1e-12)

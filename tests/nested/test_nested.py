@@ -1,6 +1,11 @@
-"""Curvature of what is trained: products agree with matrices, in every form and under every transformation."""
+"""Curvature of what is trained: products agree with matrices, in every form and under every transformation.
+
+Complex parameters are pairs of reals: curvature is symmetric, and solvers and damping work on re + i im.
+"""
 
 import functools
+import sys
+import types
 
 import equinox as eqx
 import jax
@@ -12,65 +17,107 @@ import treeparams as tp
 from treeparams import nested
 
 from ..long import some
-from ..zoo import ZOO, assert_close, assert_same, filled, flops, inexact_leaves, loss, ramp
-
-REAL = {name: each for name, each in ZOO.items() if name != "complex"}
-EVERY_TIME = {"bf16 with f32", "transposed tie", "frozen tie", "empty leaves", "all frozen"}
+from ..zoo import ZOO, Specimen, assert_close, assert_same, enable_x64, filled, flops, inexact_leaves, loss, ramp
 
 
-@pytest.mark.parametrize("name", some(REAL, REAL.keys() - EVERY_TIME))
-def test_products_and_matrices_agree(name):
-    """With a tangent in the form of the vector, or of the tree, whose form the product has."""
-    model = REAL[name].make()
-    layout = REAL[name].layout(model)
-    vector, restructure = tp.ravel(model, layout)
-    direction = np.cos(np.arange(layout.size)).astype(layout.dtype)
-    tree, _ = tp.partition(restructure(direction), layout)
-
-    @jax.jit
-    def run(vector, direction, tree):
-        model = restructure(vector)
-        of_vector, of_tree = (nested.hvp(loss, layout)(model, tangent) for tangent in (direction, tree))
-        matrix = nested.hessian(loss, layout)(model)
-        by_jax = jax.hessian(lambda v: loss(restructure(v)))(vector) if layout.size else matrix
-        return of_vector, of_tree, matrix, by_jax
-
-    of_vector, of_tree, matrix, by_jax = run(vector, direction, tree)
-    want = np.asarray(by_jax, np.float64)
-    assert jax.tree.structure(of_tree) == jax.tree.structure(tree)
-    assert [leaf.dtype for leaf in jax.tree.leaves(of_tree)] == [slot.dtype for slot in layout.slots]
-    along = want @ np.asarray(direction, np.float64)
-    tolerance = 5e-2 if name == "bf16 with f32" else 1e-5  # gradients are in the leaves' own dtypes
-    for got, its in ((of_vector, along), (restructure.ravel(of_tree), along), (matrix, want), (matrix.T, want)):
-        got = np.asarray(got, np.float64)
-        np.testing.assert_allclose(got, its, tolerance, tolerance * np.abs(its).max(initial=1))
+def complex_ramp(*shape, dtype=jnp.complex128, start=0.3):
+    values = np.asarray(ramp(*shape, dtype=np.float64, start=start))
+    return jax.device_put((values + 1j * np.cos(3 * values)).astype(dtype))
 
 
-def test_a_tangent_in_the_form_of_the_model_counts_a_tie_once():
-    """And is zero where it has nothing."""
-    shared = ramp(2, 3)
-    model = {"a": shared, "b": shared, "c": ramp(3, 2), "d": ramp(2)}
-    layout = tp.layout(model, ties={"c": ("a", jnp.transpose)})
-    vector, restructure = tp.ravel(tp.tie(model, layout), layout)
-    cubes = lambda m: jnp.sum(m["a"] ** 3) + jnp.sum(m["b"] ** 2 * m["d"][0]) + jnp.sum(m["c"] ** 4)
-    tangent, part = jnp.cos(vector), jnp.zeros(8).at[6:].set(1.0)
-    trees = restructure(tangent), tp.partition(restructure(tangent), layout)[0]
-    product = functools.partial(nested.hvp(cubes, layout), model)
-    found = jax.jit(lambda *tangents: list(map(product, tangents)))(tangent, *trees, part, {"d": jnp.ones(2)})
-    want, *of_trees, of_part, of_partial = found
-    for got in of_trees:
-        np.testing.assert_allclose(restructure.ravel(got), want, 1e-6)
-    np.testing.assert_allclose(restructure.ravel(of_partial), of_part, 1e-6)
+def _with_ties():
+    shared = complex_ramp(2, 2)
+    return {"first": shared, "real": ramp(3, dtype=np.float64), "second": shared, "third": shared.T}
 
 
-def test_what_is_frozen_costs_nothing():
-    mlp, x = filled(eqx.nn.MLP, 16, 4, 64, 4), jnp.ones((32, 16))
-    f = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
-    layout = tp.layout(mlp, "layers.4")
-    params, rest = tp.partition(mlp, layout)
-    product = lambda params, rest, x, v: nested.hvp(f, layout)(tp.combine(params, rest), v, x)
-    forward = lambda params, rest, x: f(tp.combine(params, rest), x)
-    assert flops(product, params, rest, x, jnp.ones(layout.size)) < 1.1 * flops(forward, params, rest, x)
+def _in_single_precision():
+    return {"phase": complex_ramp(2, dtype=np.complex64), "r": complex_ramp(2), "scale": ramp(3, dtype=np.float64)}
+
+
+COMPLEX = {
+    "complex with ties": Specimen(_with_ties, {"ties": {"third": ("first", jnp.transpose)}}),
+    "complex, a frozen part, single precision": Specimen(_in_single_precision, {"freeze": "r"}),
+}
+MODELS = ZOO | COMPLEX
+del MODELS["complex"]
+EVERY_TIME = {"bf16 with f32", "frozen tie", "empty leaves", "all frozen", "complex with ties"}
+# Gradients are in the leaves' own dtypes.
+ROUGH = {"bf16 with f32": 5e-2, "complex, a frozen part, single precision": 1e-4}
+
+
+def outputs(model, scale=0.1):
+    """Three complex numbers, not holomorphic in the leaves, different in each place."""
+    leaves = [jnp.asarray(leaf, complex).ravel() for leaf in inexact_leaves(model)]
+    flat = jnp.concatenate([np.ones(1, complex), *leaves])
+    waves = np.exp(1j * np.add.outer(np.arange(3.0), np.arange(-1.0, len(flat) - 1)))
+    return 1 + jnp.asarray(scale, complex) * (waves**2 @ flat**2) + waves @ (flat**2 * flat.conj())
+
+
+def energy(y):
+    return jnp.sum(jnp.abs(y) ** 4) + y[0].real
+
+
+def of_outputs(model, scale=0.1):
+    return energy(outputs(model, scale)) / 10
+
+
+def as_pair(y):
+    return jnp.concatenate([y.real, y.imag])
+
+
+@pytest.mark.parametrize("name", some(MODELS, MODELS.keys() - EVERY_TIME))
+def test_products_and_matrices_are_those_over_the_real_vector(name):
+    """With a tangent as real or complex vector, canonical tree or model. So are operators, and linearised models."""
+    with enable_x64(name in COMPLEX):
+        model = MODELS[name].make()
+        layout = MODELS[name].layout(model)
+        vector, restructure = nested.real_vector(model, layout)
+        form = tp.ravel(model, layout)[1]
+        direction = jax.device_put(np.sin(np.arange(1.0, len(vector) + 1)).astype(vector.dtype))
+
+        def in_forms(real):
+            model = restructure(real)
+            of_complex = [form.ravel(model)] if name in COMPLEX else []
+            return [real, tp.partition(model, layout)[0], model, *of_complex]
+
+        def along(matrix):
+            """The product in each form; of a model, too, it is a canonical tree."""
+            real, tree, _, *others = in_forms(matrix @ direction)
+            return [real, tree, tree, *others]
+
+        @jax.jit
+        def run(vector):
+            params, rest = tp.partition(restructure(vector), layout)
+            model, tangents = tp.combine(params, rest), in_forms(direction)
+            matrix = nested.hessian(of_outputs, layout)(model)
+            by_jax = jax.hessian(lambda v: of_outputs(restructure(v)))(vector) if layout.size else matrix
+            products = [nested.hvp(of_outputs, layout)(model, tangent) for tangent in tangents]
+            found = [(matrix, by_jax), (matrix.T, by_jax), *zip(products, along(by_jax), strict=True)]
+            if name not in COMPLEX:
+                return found
+            pairs = lambda v: as_pair(outputs(restructure(v)))
+            jacobian = jax.jacrev(pairs)(vector)
+            curvature = jax.hessian(lambda y: energy(jax.lax.complex(y[:3], y[3:])))(pairs(vector))
+            damped = nested.hessian_operator(of_outputs, layout, damping=0.5)(model)
+            gauss_newton = nested.ggn_operator(outputs, energy, layout)(model)
+            near = [as_pair(nested.linearised(outputs, layout)(model, tangent)) for tangent in tangents]
+            # `tp.grad` gives the derivative in the real part minus i times that in the imaginary one.
+            slope = lambda params: tp.grad(of_outputs, layout)(tp.combine(params, rest))
+            found += [
+                (damped(tangents[-1]), along(by_jax + 0.5 * jnp.eye(len(vector)))[-1]),
+                (gauss_newton(tangents[0]), along(jacobian.T @ curvature @ jacobian)[0]),
+                *((each, pairs(vector) + jacobian @ direction) for each in near),
+                (jax.tree.map(jnp.conj, jax.jvp(slope, (params,), (tangents[1],))[1]), products[1]),
+            ]
+            return found
+
+        tolerance = ROUGH.get(name, 1e-10 if name in COMPLEX else 1e-5)
+        for got, want in run(vector):
+            assert jax.tree.structure(got) == jax.tree.structure(want)
+            for a, b in zip(*map(jax.tree.leaves, jax.device_get((got, want))), strict=True):
+                largest = 1 if name in COMPLEX else np.abs(b).max(initial=1)
+                assert a.dtype == b.dtype
+                np.testing.assert_allclose(a.astype(complex), b.astype(complex), tolerance, tolerance * largest)
 
 
 def test_a_product_has_the_wider_of_the_two_dtypes():
@@ -96,9 +143,9 @@ def test_a_product_has_the_wider_of_the_two_dtypes():
 
 
 def test_floating_point_operations():
-    mlp, x = filled(eqx.nn.MLP, 8, 1, 64, 4, jnp.tanh), jnp.ones((32, 8))
-    vector, restructure = tp.ravel(mlp)
+    mlp, x = filled(eqx.nn.MLP, 16, 4, 64, 4, jnp.tanh), jnp.ones((32, 16))
     f = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    vector, restructure = tp.ravel(mlp)
     one = flops(lambda v, t: nested.hvp(f)(restructure(v), t, x), vector, vector)
     assert one <= 4 * flops(lambda v: jax.grad(lambda v: f(restructure(v), x))(v), vector)
 
@@ -106,7 +153,13 @@ def test_floating_point_operations():
         operator = nested.hessian_operator(f)(restructure(v), x)
         return [operator(direction) for direction in directions]
 
-    assert flops(five, vector, [jnp.sin(i + vector) for i in range(5)]) <= 4.2 * one
+    assert flops(five, vector, [np.sin(i + np.asarray(vector)) for i in range(5)]) <= 4.2 * one
+    # What is frozen costs nothing.
+    layout = tp.layout(mlp, "layers.4")
+    params, rest = tp.partition(mlp, layout)
+    product = lambda params, rest, x, v: nested.hvp(f, layout)(tp.combine(params, rest), v, x)
+    forward = lambda params, rest, x: f(tp.combine(params, rest), x)
+    assert flops(product, params, rest, x, jnp.ones(layout.size)) < 1.1 * flops(forward, params, rest, x)
 
 
 # -- Operators ---------------------------------------------------------------------------------------------------------
@@ -119,61 +172,119 @@ def _quartic(model, x):
 MODEL, X = {"w": ramp(3), "b": jnp.array(2.0)}, jnp.arange(1.0, 4.0)
 
 
-@pytest.fixture(scope="module")
-def operator():
-    return jax.jit(lambda: nested.hessian_operator(_quartic, damping=3.0)(MODEL, X))()
-
-
-@pytest.fixture(scope="module")
-def dense():
-    return np.asarray(jax.jit(nested.hessian(_quartic))(MODEL, X)) + 3 * np.eye(4, dtype=np.float32)
-
-
-def test_an_array_times_an_operator(operator, dense):
-    """The operator is symmetric."""
-    vector, rows = np.asarray(ramp(4)), np.asarray(ramp(2, 4))
-    for made in (jnp.asarray, np.asarray):
-        np.testing.assert_allclose(made(vector) @ operator, dense @ vector, 1e-6)
-        np.testing.assert_allclose(made(rows) @ operator, rows @ dense, 1e-6)
-
-
-def test_an_operator_passes_through_jit_vmap_and_scan(operator, dense):
-    tangents = np.eye(4, dtype=np.float32)
-    apply = jax.jit(lambda operator, tangent: operator(tangent))
-    np.testing.assert_allclose([apply(operator, each) for each in tangents], dense, 1e-6)
-    assert apply._cache_size() == 1
+@functools.cache
+def _problem(kind):
+    if kind == "real":
+        model, make, name = MODEL, nested.hessian_operator(_quartic, damping=3.0), "w"
+    else:
+        model = {"x": ramp(2, dtype=np.float64), "z": complex_ramp(2)}
+        make, name = nested.ggn_operator(outputs, energy, damping=50.0), "z"
+    vector, restructure = nested.real_vector(model)
+    form = tp.ravel(model)[1]
 
     @jax.jit
-    def run(operator, tangents):
-        batch = jax.vmap(lambda x: nested.hvp(_quartic)(MODEL, tangents[1], x))(jnp.stack([X, 2 * X]))
-        scanned = jax.lax.scan(lambda c, t: (c, operator(t)), 0, tangents)[1]
-        matrices = [operator.matrix(chunk=chunk) for chunk in (None, 3)]
-        return batch, [jax.vmap(operator)(tangents), scanned, *matrices], operator.diagonal(chunk=3)
+    def run(model):
+        operator = make(model, X if kind == "real" else 0.1)
+        real = jnp.arange(1.0, len(vector) + 1)
+        return operator, operator @ jnp.eye(len(vector)), [real, form.ravel(restructure(real)), restructure(real)]
 
-    batch, matrices, diagonal = jax.device_get(run(operator, tangents))
-    np.testing.assert_allclose(matrices, [dense] * 4, 1e-6)
-    np.testing.assert_allclose(diagonal, np.diag(dense), 1e-6)
-    np.testing.assert_allclose(batch[1][1:], 2 * batch[0][1:], 1e-6)
-    np.testing.assert_allclose(batch[0], dense[1] - 3 * tangents[1], 1e-5)
+    operator, matrix, rights = run(model)
+    return types.SimpleNamespace(
+        kind=kind, model=model, operator=operator, matrix=np.asarray(matrix), rights=jax.device_get(rights), name=name,
+        in_forms=lambda real: [real, form.ravel(restructure(real)), restructure(real)], restructure=restructure,
+    )  # fmt: skip
 
 
-def test_derivatives_of_products():
+@pytest.fixture(params=["real", "complex"])
+def problem(request):
+    """A model, its damped operator, that as a matrix, and a right side: as real and complex vector, and as tree."""
+    with enable_x64(request.param == "complex"):
+        yield _problem(request.param)
+
+
+def test_conjugate_gradients_take_an_operator_with_vectors_and_trees(problem):
+    is_real = problem.kind == "real"
+    assert np.linalg.eigvalsh(problem.matrix)[0] > (2 if is_real else 49)
+    solve = lambda right: jax.scipy.sparse.linalg.cg(problem.operator, right, tol=1e-7 if is_real else 1e-13)[0]
+    rights, want = problem.rights[: 3 if is_real else 2], np.linalg.solve(problem.matrix, problem.rights[0])
+    found, want = jax.jit(lambda rights, want: (list(map(solve, rights)), problem.in_forms(want)))(rights, want)
+    near = lambda a, b: np.testing.assert_allclose(a, b, *((1e-4, 1e-5) if is_real else (1e-9, 1e-9)))
+    jax.tree.map(near, found, want[: len(rights)])
+
+
+def test_an_operator_multiplies_from_both_sides_and_passes_through_jit_vmap_and_scan(problem):
+    """It is symmetric."""
+    matrix, operator, (real, compl, tree) = problem.matrix, problem.operator, problem.rights
+    n = len(matrix)
+    alone = np.where(np.arange(n) < tree[min(tree)].size, 0, real)  # of the second leaf
+    units, some = np.eye(n, dtype=matrix.dtype), np.cos(np.arange(4.0 * n, dtype=matrix.dtype)).reshape(n, 4)
+    near = lambda a, b: np.testing.assert_allclose(a, b, *((1e-6, 0) if problem.kind == "real" else (1e-10, 1e-10)))
+    apply = jax.jit(lambda operator, tangent: operator(tangent))
+    near([apply(operator, each) for each in units], matrix)
+    np.testing.assert_allclose(matrix, matrix.T, *((1e-6, 0) if problem.kind == "real" else (1e-12, 1e-12)))
+    assert apply._cache_size() == 1
+    assert jax.eval_shape(lambda nothing: operator @ nothing, np.ones((n, 0))).shape == (n, 0)
+
+    @jax.jit
+    def run(operator):
+        matrices, left = [operator.matrix(chunk=3)], []
+        if problem.kind == "real":  # what JAX does with it is the same for both
+            scanned = jax.lax.scan(lambda c, t: (c, operator(t)), 0, units)[1]
+            matrices += [jax.vmap(operator)(units), scanned, operator.matrix()]
+            left = [of(array) @ operator for of in (jnp.asarray, np.asarray) for array in (some[:, 0], some.T)]
+        right = operator @ real, operator @ some, operator @ jnp.stack([compl, 2 * compl], 1)
+        of_part = operator({problem.name: tree[problem.name]}), problem.restructure(jnp.asarray(matrix @ alone))
+        return matrices, left, right, (operator(compl), of_part), operator.diagonal(chunk=3)
+
+    matrices, left, right, (of_complex, of_part), diagonal = jax.device_get(run(operator))
+    for each in matrices:
+        near(each, matrix)
+    jax.tree.map(near, left, [some[:, 0] @ matrix, some.T @ matrix] * (len(left) // 2))
+    jax.tree.map(near, right, (matrix @ real, matrix @ some, np.stack([of_complex, 2 * of_complex], 1)))
+    near(diagonal, np.diag(matrix))
+    jax.tree.map(near, *of_part)
+
+
+@pytest.mark.parametrize("problem", ["complex"], indirect=True)
+def test_lineax_solves_with_an_operator(problem, monkeypatch):
+    lx = pytest.importorskip("lineax", reason="needs lineax")
+    linear, right = problem.operator.as_lineax(), problem.rights[0]
+    assert lx.is_symmetric(linear)
+    assert not lx.is_positive_semidefinite(linear)
+    assert linear.in_structure() == jax.ShapeDtypeStruct((6,), jnp.float64)
+
+    @jax.jit
+    def run(operator, right):
+        positive = operator.as_lineax(lx.positive_semidefinite_tag)
+        return operator.as_lineax().mv(right), lx.linear_solve(positive, right, lx.CG(1e-12, 1e-12)).value
+
+    want = problem.matrix @ np.asarray(right), np.linalg.solve(problem.matrix, right)
+    assert_close(run(problem.operator, right), want, 1e-9)
+    frozen = nested.hessian_operator(lambda model: 1.0, tp.layout({"x": ramp(3)}, freeze="x"))({"x": ramp(3)})
+    assert frozen.diagonal().shape == (0,)
+    monkeypatch.setitem(sys.modules, "lineax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"as_lineax needs lineax, of the extra treeparams\[lineax\]"):
+        problem.operator.as_lineax()
+
+
+def test_derivatives_of_products_and_a_batch_of_them():
     vector, restructure = tp.ravel(MODEL)
     along = lambda model: jnp.ones(4) @ nested.hvp(_quartic)(model, jnp.ones(4), X)
-    third, by_tree = jax.jit(lambda v: (jax.grad(lambda v: along(restructure(v)))(v), tp.grad(along)(MODEL)))(vector)
+    unit = np.eye(4, dtype=np.float32)[1]
+
+    @jax.jit
+    def run(vector):
+        batch = jax.vmap(lambda x: nested.hvp(_quartic)(MODEL, unit, x))(jnp.stack([X, 2 * X]))
+        return jax.grad(lambda vector: along(restructure(vector)))(vector), tp.grad(along)(MODEL), batch
+
+    third, by_tree, batch = run(vector)
     np.testing.assert_allclose(third[1:], 24 * X * MODEL["w"], 1e-5)
     np.testing.assert_allclose(by_tree["w"], third[1:], 1e-5)
+    np.testing.assert_allclose(batch[1][1:], 2 * batch[0][1:], 1e-6)
+    np.testing.assert_allclose(batch[0], _problem("real").matrix[1] - 3 * unit, 1e-5)
 
 
-def test_conjugate_gradients_take_an_operator_with_vectors_and_trees(operator, dense):
-    right = jnp.arange(4.0)
-    solve = jax.jit(lambda right: jax.scipy.sparse.linalg.cg(operator, right, tol=1e-7)[0])
-    step, by_tree = solve(right), solve({"w": right[1:], "b": right[0]})
-    np.testing.assert_allclose(step, np.linalg.solve(dense, right), 1e-4, 1e-5)
-    np.testing.assert_allclose(by_tree["w"], step[1:], 1e-4, 1e-5)
-
-
-def test_gauss_newton_of_a_network_is_positive_and_not_the_hessian():
+def test_gauss_newton_of_a_network_is_positive():
     """Its outputs are a tree."""
     x = np.random.default_rng(1).normal(size=(6, 3)).astype(np.float32)
     mlp = filled(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, seed=1)
@@ -185,18 +296,26 @@ def test_gauss_newton_of_a_network_is_positive_and_not_the_hessian():
     def run(vector):
         model = restructure(vector)
         matrix = nested.ggn_operator(outputs, error, layout, damping=0.2)(model, x).matrix()
-        jacobian = jax.jacobian(lambda v: outputs(restructure(v), x)["y"].ravel())(vector)
-        return matrix, jacobian, nested.hessian(lambda model, x: error(outputs(model, x)), layout)(model, x)
+        return matrix, jax.jacobian(lambda v: outputs(restructure(v), x)["y"].ravel())(vector)
 
-    matrix, jacobian, hessian = map(np.asarray, run(vector))
+    matrix, jacobian = map(np.asarray, run(vector))
     np.testing.assert_allclose(matrix, 2 * jacobian.T @ jacobian + 0.2 * np.eye(len(matrix)), 1e-4, 1e-4)
     assert np.linalg.eigvalsh(matrix)[0] > 0.2 - 1e-4
-    assert np.linalg.eigvalsh(hessian)[0] < -1
 
 
 # -- The real vector, and a model that is linear along a direction -----------------------------------------------------
 
 
+@functools.cache
+def _back_by_jit():
+    """What the real vectors of all models of the zoo are turned to, by one program."""
+    models = {name: each.make() for name, each in ZOO.items()}
+    pairs = {name: nested.real_vector(model, ZOO[name].layout(model)) for name, model in models.items()}
+    leaves = lambda pairs: {name: inexact_leaves(restructure(vector)) for name, (vector, restructure) in pairs.items()}
+    return jax.jit(leaves)(pairs)
+
+
+@pytest.mark.filterwarnings("ignore:nothing is trained")
 @pytest.mark.parametrize("name", ZOO)
 def test_the_real_vector_goes_there_and_back(name):
     """Of a complex slot it has all real parts, then all imaginary ones; else it is the vector of `tp.ravel`."""
@@ -208,8 +327,7 @@ def test_the_real_vector_goes_there_and_back(name):
         parts += [leaf.real.ravel(), leaf.imag.ravel()] if np.iscomplexobj(leaf) else [leaf.astype(float).ravel()]
     np.testing.assert_array_equal(vector, np.concatenate(parts))
     assert vector.dtype == (jnp.float32 if name == "complex" else layout.dtype)
-    by_jit = jax.jit(lambda restructure, vector: inexact_leaves(restructure(vector)))(restructure, vector)
-    assert_same(by_jit, inexact_leaves(model), identity=False)
+    assert_same(_back_by_jit()[name], inexact_leaves(model), identity=False)
     if name != "numpy leaves":  # which come back as arrays of JAX
         assert_same(restructure(vector), tp.tie(model, layout))
 
@@ -235,39 +353,58 @@ def test_linearised_is_value_and_derivative():
         return (
             jax.jacrev(floating)(vector),
             jax.vmap(lambda d: near(d, x, 2.0))(directions),
-            near(tp.partition(restructure(directions[0]), LAYOUT)[0], x, 2.0),
             near({"a": jnp.ones(3)}, x, 2.0),
-            near(0 * vector, x, 2.0),
+            (near(0 * vector, x, 2.0), net(restructure(vector), x, 2.0)),
             jax.grad(lambda d: jnp.sum(near(d, x, 2.0)["y"]))(directions[0]),
         )
 
-    jacobian, along, of_tree, of_part, here, gradient = run(vector, directions)
-    value, jacobian, along = jax.tree.map(np.asarray, (jax.jit(net)(NET, x, 2.0), jacobian, along))
+    jacobian, along, of_part, (here, value), gradient = jax.device_get(run(vector, directions))
     assert_close(here, value)
     assert_close(along["y"], value["y"][None] + directions @ jacobian["y"].T)
     assert_close(along["norm"], value["norm"] + directions @ jacobian["norm"])
-    assert_close(of_tree, {name: None if leaf is None else leaf[0] for name, leaf in along.items()})
     assert_close(of_part["y"], value["y"] + jacobian["y"][:, :3].sum(1))
     assert_close(gradient, jacobian["y"].sum(0))
 
 
-# -- Errors ------------------------------------------------------------------------------------------------------------
-
-SMALL = {"w": ramp(2), "b": ramp(1)}
-MATRIX = r"@ operator needs a real vector \(n,\) or matrix \(k, n\), got "
-ERRORS = [
-    (lambda _: nested.hvp(loss)(SMALL, {"x": jnp.ones(2)}), ValueError, "entry at 'x', where the model has no leaf"),
-    (lambda _: nested.hvp(loss)(SMALL, jnp.ones(5)), ValueError, r"a vector of 3 elements, .* array of shape \(5,\)"),
-    (lambda _: nested.hvp(loss)(SMALL, {"w": jnp.ones(2, complex)}), TypeError, r"a real tangent at 'w', got comp"),
-    (lambda _: nested.hessian(loss, chunk=0)(SMALL), ValueError, "chunk must be a whole number of products, at"),
-    (lambda of: of({"w": jnp.ones(4)}), ValueError, r"expected float32\[3\] at 'w', got float32\[4\]"),
-    (lambda of: np.ones((2, 2, 4)) @ of, TypeError, MATRIX),
-    (lambda of: np.ones(4, np.complex64) @ of, TypeError, MATRIX),
-    (lambda of: [1.0] * 4 @ of, TypeError, MATRIX),
+SMALL, FIVE = {"w": ramp(2), "b": ramp(1)}, jnp.ones(5)
+_LENGTH = r"a vector of 4 elements \(or 6, complex ones as pairs of reals\), .* got an array of shape \(5,\)"
+_REAL = r"a real vector, .* as pairs of reals \(nested.real_vector\), got complex128"
+_FROM_RIGHT = r"operator @ needs a vector \(n,\) or a matrix .*, got "
+_FROM_LEFT = r"@ operator needs a real vector \(n,\) or matrix \(k, n\), got "
+_CHUNK = "chunk must be a whole number of products"
+_of_z = lambda model: jnp.sum(model["z"])
+ERRORS = [  # of the complex problem, and an operator over a real model
+    (lambda t, _: nested.hvp(of_outputs)(t.model, FIVE), ValueError, _LENGTH),
+    (lambda t, _: t.operator(FIVE), ValueError, _LENGTH),
+    (lambda t, _: t.operator @ jnp.ones((5, 2)), ValueError, _LENGTH),
+    (lambda t, _: nested.linearised(outputs)(t.model, FIVE), ValueError, _LENGTH),
+    (lambda t, _: t.operator @ t.model, TypeError, _FROM_RIGHT + "dict; for a tree call it"),
+    (lambda t, _: t.operator @ jnp.ones(()), TypeError, _FROM_RIGHT + r"float64\[\]; for a tree call it"),
+    (lambda t, _: t.operator @ jnp.ones((6, 1, 1)), TypeError, _FROM_RIGHT + r"float64\[6,1,1\]"),
+    (lambda t, _: t.operator({"x": t.model["z"]}), TypeError, r"a real tangent at 'x', got complex128"),
+    (lambda t, _: t.operator({"z": complex_ramp(3)}), ValueError, r"complex128\[2\] at 'z', got complex"),
+    (lambda t, _: t.operator({"y": FIVE}), ValueError, "entry at 'y', where the model has no leaf"),
+    (lambda t, _: t.operator.diagonal(chunk=0), ValueError, _CHUNK),
+    (lambda t, _: t.operator.matrix(chunk=1.5), ValueError, _CHUNK + ", at least 1, got 1.5"),
+    (lambda t, _: t.operator(t.rights[0].astype(complex)), TypeError, _REAL),
+    (lambda t, _: t.restructure(t.rights[1]), TypeError, _REAL),
+    (lambda t, _: t.restructure(t.rights[1].real), ValueError, r"of shape \(6,\) .*, got shape"),
+    (lambda t, _: nested.hvp(_of_z)(t.model, t.rights[0]), TypeError, "complex128"),
+    (lambda t, _: nested.hessian(_of_z)(t.model), TypeError, "complex128"),
+    (lambda *_: nested.hvp(loss)(SMALL, {"x": jnp.ones(2)}), ValueError, "entry at 'x', where the model has no leaf"),
+    (lambda *_: nested.hvp(loss)(SMALL, FIVE), ValueError, r"a vector of 3 elements, .* array of shape \(5,\)"),
+    (lambda *_: nested.hvp(loss)(SMALL, {"w": jnp.ones(2, complex)}), TypeError, r"a real tangent at 'w', got comp"),
+    (lambda *_: nested.hessian(loss, chunk=0)(SMALL), ValueError, _CHUNK + ", at"),
+    (lambda _, of: of({"w": jnp.ones(4, "f")}), ValueError, r"expected float32\[3\] at 'w', got float32\[4\]"),
+    (lambda _, of: np.ones((2, 2, 4)) @ of, TypeError, _FROM_LEFT),
+    (lambda _, of: np.ones(4, np.complex64) @ of, TypeError, _FROM_LEFT),
+    (lambda _, of: [1.0] * 4 @ of, TypeError, _FROM_LEFT),
 ]  # fmt: skip
 
 
-def test_errors(operator):
+@pytest.mark.parametrize("problem", ["complex"], indirect=True)
+def test_errors(problem, without_type_checks):
+    of_real = _problem("real").operator
     for call, error, words in ERRORS:
         with pytest.raises(error, match=words):
-            call(operator)
+            call(problem, of_real)

@@ -44,9 +44,6 @@ def specs_of(shardings):
     return jax.tree.map(lambda each: tuple(entries(tuple(each.spec))), shardings)
 
 
-# -- Rules -------------------------------------------------------------------------------------------------------------
-
-
 def test_the_first_rule_that_matches_and_how_a_plan_prints():
     plan = plan_of({"layers.3": "whole", "layers.*.b": P(), tp.leaves(lambda path, leaf: leaf.ndim == 2): "split"})
     assert repr(plan).splitlines() == [
@@ -159,9 +156,6 @@ def test_an_average_lies_as_what_it_is_of():
         assert ema.average["layers"][0]["b"].is_fully_replicated
 
 
-# -- Values ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("form", "rules"), [("tree", RULES), ("vector", {"**": "split"}), ("stacks", GROUPS), ("stacks", {"**": "whole"})]
 )
@@ -239,15 +233,6 @@ def test_what_lies_over_shapes_alone_is_not_put():
 
 # -- Frozen parameters -------------------------------------------------------------------------------------------------
 
-ROWS, WIDTH, RANK = 8, 64, 4
-
-
-def deep():
-    """Eight matrices, which are frozen, and changes of low rank."""
-    layer = lambda: {"base": jnp.ones((WIDTH, WIDTH)), "a": jnp.ones((WIDTH, RANK)), "b": jnp.zeros((RANK, WIDTH))}
-    return {"layers": [layer() for _ in range(ROWS)]}
-
-
 ANY = AbstractMesh((4,), ("data",))
 
 
@@ -291,12 +276,12 @@ def test_buffers_and_integers_are_whole_whatever_rules_say():
 
 
 def test_shapes_lie_as_values_do():
-    plan = sharding.plan(tp.layout(deep(), freeze="layers.*.base"), mesh_of(4), {"**": "split"}, form="stacks")
+    plan = plan_of({"mean": "split", **GROUPS}, form="stacks")
     for options in ({}, {"loss_takes": "form"}):
         init, _ = sharding.make_step(lambda *args: 0.0, optax.sgd(0.1), plan, **options)
-        states = init(deep())[1], init(jax.eval_shape(deep))[1], jax.jit(init)(deep())[1]
+        states = init(MODEL)[1], init(eqx.filter_eval_shape(lambda: MODEL))[1], tp.jit(init)(MODEL)[1]
         assert len(set(map(jax.tree.structure, states[:2]))) == 1
         values, *others = map(jax.tree.leaves, states)
-        assert values[-2].addressable_shards[0].data.shape in [(ROWS, WIDTH // 4, WIDTH), (WIDTH // 4, WIDTH)]
+        assert (3,) in [value.addressable_shards[0].data.shape for value in values]  # a frozen one in parts
         for value, *same in zip(values, *others, strict=True):
             assert all(value.sharding.is_equivalent_to(each.sharding, value.ndim) for each in same)

@@ -52,29 +52,35 @@ class Group:
             time.sleep(0.02)
         return until()
 
-    def found(self, limit=100):
+    def found(self, what, limit=100):
         """What each found, once all have written it."""
-        files = [self.folder / f"{self.program}{process}.json" for process in range(len(self.processes))]
+        files = [self.folder / f"{what}{process}.json" for process in range(len(self.processes))]
         written = lambda: all(file.exists() for file in files)
         ended = lambda: all(process.poll() is not None for process in self.processes)
         self.waits(lambda: written() or ended(), limit)
         assert written(), "\n".join(map(self.said, range(len(files))))
         return [json.loads(file.read_text()) for file in files]
 
-    def ready(self):
+    def meets(self):
+        """Waits until all meet each other again and again."""
         assert self.waits(lambda: all((self.folder / f"ready{n}").exists() for n in range(len(self.processes))))
+        return self
 
     def ends(self, process):
         """Whether it ends by itself, and says that something was wrong."""
-        return (
-            self.waits(lambda: self.processes[process].poll() is not None, 40) and self.processes[process].poll() != 0
-        )
+        has_ended = lambda: self.processes[process].poll() is not None
+        return self.waits(has_ended, 40) and self.processes[process].poll() != 0
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def group(tmp_path_factory):
     with Group("trains", tmp_path_factory.mktemp("two")) as group:
-        yield group.found()
+        yield group
+
+
+@pytest.fixture(scope="module")
+def two(group):
+    return group.found("trains")
 
 
 def test_two_processes_train_as_one_does(two):
@@ -84,23 +90,23 @@ def test_two_processes_train_as_one_does(two):
     assert two[0]["sums"] == two[1]["sums"]
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ("width", r"^\+layers\.0\.bias  float32\[8\]"),
-        ("dtype", r"^\+layers\.0\.bias  bfloat16\[16\]"),
-        ("rules", r"^-layers\.0\.bias  float32\[16\]  whole.*\n(.*\n)*\+layers\.0\.bias  float32\[16\]  P\('data'\)"),
-        ("rate", r"^\+.*stablehlo\.constant dense<-5\.0*e-02>"),
-        ("order", r"^-devices  (\d+) (\d+)\n(.*\n)*\+devices  \2 \1$"),
-        ("values", r"^\+\[0\]\['top'\]\['scale'\]  float32\[16\] values"),
-    ],
-)
-def test_processes_that_differ_are_told_so_in_each_of_them(two, change, line):
+DIFFERENT = {
+    "width": r"^\+layers\.0\.bias  float32\[8\]",
+    "dtype": r"^\+layers\.0\.bias  bfloat16\[16\]",
+    "rules": r"^-layers\.0\.bias  float32\[16\]  whole.*\n(.*\n)*\+layers\.0\.bias  float32\[16\]  P\('data'\)",
+    "rate": r"^\+.*stablehlo\.constant dense<-5\.0*e-02>",
+    "order": r"^-devices  (\d+) (\d+)\n(.*\n)*\+devices  \2 \1$",
+    "values": r"^\+\[0\]\['top'\]\['scale'\]  float32\[16\] values",
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT)
+def test_processes_that_differ_are_told_so_in_each_of_them(two, change):
     one, other = (found[change] for found in two)
     assert one == other
     assert "the plans, steps or values differ between the processes" in one
     assert "\n--- process 0\n+++ process 1\n" in one
-    assert re.search(line, one, re.MULTILINE), one
+    assert re.search(DIFFERENT[change], one, re.MULTILINE), one
     assert two[0]["none"] is None
 
 
@@ -111,19 +117,20 @@ def test_one_process_agrees_with_itself():
 # -- What JAX does, and no code of the library: a case of each kind in each run ----------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("process", "sent"),
-    [
-        pytest.param(1, signal.SIGKILL, marks=LONG, id="the last dies"),
-        pytest.param(0, signal.SIGKILL, marks=LONG, id="the first dies"),
-        pytest.param(1, signal.SIGSTOP, id="one stands still"),  # which to the others is as if it had died
-    ],
-)
-def test_a_process_that_dies_or_stands_still_ends_the_others(process, sent, tmp_path):
+def test_a_sigterm_is_seen_by_all_at_the_same_step_and_one_that_stands_still_ends_the_others(group):
     """With a heartbeat of 5 seconds: those that live end by themselves, with a message."""
+    group.meets().processes[1].send_signal(signal.SIGTERM)
+    one, other = group.found("stops")
+    assert one["at"] == other["at"] is not None
+    group.processes[1].send_signal(signal.SIGSTOP)  # which to the others is as if it had died
+    assert group.ends(0)
+
+
+@LONG
+@pytest.mark.parametrize("process", [1, 0], ids=["the last dies", "the first dies"])
+def test_a_process_that_dies_ends_the_others(process, tmp_path):
     with Group("meets", tmp_path) as group:
-        group.ready()
-        group.processes[process].send_signal(sent)
+        group.meets().processes[process].send_signal(signal.SIGKILL)
         assert group.ends(1 - process)
 
 
@@ -131,11 +138,3 @@ def test_a_process_that_dies_or_stands_still_ends_the_others(process, sent, tmp_
 def test_a_process_that_never_comes_ends_the_one_that_waits(tmp_path):
     with Group("meets", tmp_path, started=1) as group:
         assert group.ends(0)
-
-
-def test_a_sigterm_is_seen_by_all_processes_at_the_same_step(tmp_path):
-    with Group("meets", tmp_path) as group:
-        group.ready()
-        group.processes[1].send_signal(signal.SIGTERM)
-        one, other = group.found()
-        assert one["at"] == other["at"] is not None

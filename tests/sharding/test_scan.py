@@ -101,6 +101,7 @@ CASES = {  # rules, mesh, axes, options of the scan
     "owned, explicit": (OWNED, mesh_of(4, EXPLICIT), {}, {"unroll": 2}),
     "owned, 1 device": (OWNED, mesh_of(1), {}, {}),
     "owned, lent": (OWNED, mesh_of(8), {}, {}),
+    "split, in pieces": (SPLIT, mesh_of(4), {}, {}),
     "split, in pieces, reverse": (SPLIT, mesh_of(4), {}, {"reverse": True}),
     "owned, two axes": (OWNED, two_axes(("replica", "fsdp")), REPLICAS, {}),
     "many rules": (BY_SPEC, mesh_of(4), {}, {}),
@@ -108,8 +109,8 @@ CASES = {  # rules, mesh, axes, options of the scan
 }
 
 
-# What these say, those of more devices, of pieces, and of many rules say too.
-LONG_CASES = ("owned, 1 device", "owned, lent", "owned, two axes")
+# What these say, those of more devices, of pieces, and of many rules say too, and tests of forms of a scan in reverse.
+LONG_CASES = ("owned, 1 device", "owned, lent", "owned, two axes", "split, in pieces, reverse")
 
 
 @pytest.mark.parametrize("name", some(CASES, LONG_CASES))
@@ -143,16 +144,18 @@ def test_what_cannot_be_scanned():
         step(*init(model), X.astype(np.float32), Y.astype(np.float32))
 
 
-def test_rules_for_matrices_beside_a_scan():
-    """Muon over rows that are owned, Adam over the rest, by the keys of stacks; on one device and on several."""
+def test_rules_for_matrices_go_by_the_keys_of_stacks():
+    """Muon over rows that are owned, Adam over the rest; on one device and on several."""
     muon = optim.per_leaf(optax.contrib.muon(1e-2))
     labels = lambda stacks: jax.tree.map(lambda stack: "muon" if stack.shape[1:] == (8, 8) else "adam", stacks)
     groups = optax.partition({"muon": muon, "adam": optax.adam(1e-2)}, labels)
+    waves = lambda stack: jnp.sum(jnp.sin(stack) * np.cos(np.arange(stack.size)).reshape(stack.shape))
+    of_stacks = lambda stacks, _, x: jnp.mean(x**2) * sum(map(waves, jax.tree.leaves(stacks)))
     found = []
     with enable_x64(True):
         for mesh in (mesh_of(1), mesh_of(4, AUTO)):
             plan = sharding.plan(layout_of(attention()), mesh, OWNED, form="stacks")
-            init, step = sharding.make_step(of_form, groups, plan, loss_takes="form")
-            params, _, value = step(*init(attention()), X, Y)
+            init, step = sharding.make_step(of_stacks, groups, plan, loss_takes="form")
+            params, _, value = step(*init(attention()), X)
             found.append((value, jax.device_get(params)))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-7, 1e-8), *found)

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import optim, sharding
 
 from .. import nets
-from ..nets import ADAM, BATCH, MIXED, RULES, SPLIT, loss, mesh_of, started, two_axes
-from ..zoo import filled, ramp
+from ..nets import ADAM, AUTO, EXPLICIT, MIXED, RULES, SPLIT, loss, mesh_of, two_axes
+from ..zoo import filled, first_devices, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
 MESH, TWO, WHOLE = mesh_of(4), two_axes(("data", "model")), {"**": "whole"}
@@ -26,8 +26,14 @@ LAYOUT = tp.layout({
 })
 
 
+def mixed(*kinds, **options):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds, devices=first_devices(4))
+    return {"mesh": mesh, "form": "vector", **options}
+
+
 _FORM, _VECTOR, _TWO = {"form": "stacks"}, {"form": "vector"}, {"mesh": TWO, "axis": "data"}
 _OF_THREE = {"mesh": AbstractMesh((4, 3), ("data", "model")), "axis": "data"}
+_SAYS = "the mesh has explicit axes, and "
 _NO_MULTIPLE = "'layers.0.b' (float32[3]), by '**': none of its axes is a multiple"
 PLANS = [  # in the messages, ~ is for what stands between
     ({"embed": "split"}, {}, "no rule matches\n'layers.0.b'~add a last rule for all other parameters"),
@@ -48,6 +54,12 @@ PLANS = [  # in the messages, ~ is for what stands between
     (WHOLE, {"axis": "model"}, "axis: the mesh has no axis 'model'; its axes are 'data'"),
     (WHOLE, {"mesh": TWO}, "the mesh has the axes 'data', 'model': name with axis="),
     (WHOLE, _TWO | {"axis": "model", "batch_axis": "data"}, "would all compute the same~a PartitionSpec"),
+    # Axes that JAX cannot mix.
+    (SPLIT, mixed(EXPLICIT, AUTO, axis="b"), _SAYS + "'b'~make all of them automatic"),
+    (SPLIT, mixed(AUTO, EXPLICIT, axis=("a", "b")), _SAYS + "'a'"),
+    (SPLIT, mixed(EXPLICIT, AUTO, axis="a", batch_axis=("a", "b")), _SAYS + "'b'"),
+    ({"**": P("b")}, mixed(EXPLICIT, AUTO, axis="a"), _SAYS + "'b' is automatic"),
+    (SPLIT, mixed(AxisType.Manual, AUTO, axis="b"), "axes of the mesh are manual, ~shard_map"),
 ]
 
 
@@ -56,9 +68,6 @@ def test_rules_that_cannot_be(rules, options, message):
     pattern = ".*".join(map(re.escape, message.split("~")))
     with pytest.raises(ValueError, match=f"(?s){pattern}"):
         sharding.plan(LAYOUT, rules=rules, **({"mesh": MESH} | options))
-
-
-# -- Steps -------------------------------------------------------------------------------------------------------------
 
 
 _AVERAGE = r"average must be a decay, .*functools\.partial.*, got "
@@ -88,20 +97,6 @@ def test_steps_that_cannot_be(tx, form, rules, options, message):
         sharding.make_step(loss, tx, plan, **options)
 
 
-def test_batches_without_examples_and_losses_that_are_no_number():
-    _, step, params, state = started(optax.sgd(0.1), form="tree")
-    with pytest.raises(ValueError, match=r"batch.0. has 0 examples"):
-        step(params, state, *(each[:0] for each in BATCH))
-    for wrong, got in (
-        (lambda model, x, y: (loss(model, x, y), 1.0), "a tuple of 2. Return .value, aux. and pass has_aux=True; or,"),
-        (lambda model, x, y: x, "float32.16,12."),
-        (lambda model, x, y: 3, "int"),
-    ):
-        _, step, params, state = started(optax.sgd(0.1), form="tree", of=wrong)
-        with pytest.raises(TypeError, match=f"the loss must return one real number, got {got}"):
-            step(params, state, *BATCH)
-
-
 # -- By hand, in a first hour ------------------------------------------------------------------------------------------
 
 NET = filled(eqx.nn.MLP, 8, 8, 16, 1)
@@ -113,7 +108,7 @@ def of_net(net, x, y):
 
 
 class Made:
-    """A plan, its step and what `init` returned; made anew for each slip, since a step donates."""
+    """A plan, its step and what `init` returned."""
 
     def __init__(self):
         self.plan = sharding.plan(NET, mesh_of(), SPLIT)
@@ -126,11 +121,26 @@ def masked_by_a_tree(made):
     sharding.make_step(of_net, rule, sharding.plan(NET, mesh_of(), SPLIT, form="vector"))
 
 
-PIECES = lambda t: sharding.make_step(of_net, ADAM, t.plan, microbatches=3)[1]
+def step_of(made, loss, **options):
+    return sharding.make_step(loss, ADAM, made.plan, **options)[1](made.params, made.state, X, X)
+
+
+def step_twice(made):
+    for _ in range(2):
+        made.step(made.params, made.state, X, X)
+
+
+def with_state_that_changes(made):
+    of = lambda net, state, x: (of_net(net, x, x), {"count": state["count"] + 0.5})
+    init, step = sharding.make_step(of, ADAM, made.plan, has_state=True)
+    step(*init(NET, {"count": jnp.zeros((), jnp.int32)}), X)
+
+
+NO_NUMBER = "the loss must return one real number, got "
 SLIPS = {
     "the model for params": (lambda t: t.step(NET, t.state, X, X), "MLP of 6 arrays.* params, state = init"),
     "no state": (lambda t: t.step(t.params, X, X), "got float32.32,8.* Write params, state, value = step.params"),
-    "params of an earlier step": (lambda t: [t.step(t.params, t.state, X, X) for _ in "12"], "Use those that it"),
+    "params of an earlier step": (lambda _: step_twice(Made()), "Use those that it"),  # a step donates them
     "a batch that cannot be shared": (lambda t: t.step(t.params, t.state, X[:30], X[:30]), "30 examples.*ple of 4"),
     "a batch as a tuple": (lambda t: t.step(t.params, t.state, (X, X)), "'y'.*got tuple.* one by one"),
     "params for the model": (lambda t: t.init(t.params), "in the form of the plan.* params, state = init"),
@@ -139,36 +149,34 @@ SLIPS = {
     "a word that is no rule": (lambda t: sharding.plan(NET, MESH, {"**": "splitt"}), '"split", "owned".*\'splitt\''),
     "no mesh": (lambda t: sharding.plan(NET, 4, SPLIT), "expected a mesh, such as jax.make_mesh.*got int"),
     "no option": (lambda t: sharding.make_step(of_net, ADAM, t.plan, loss_is="mean"), "no argument 'loss_is'.*has_aux"),
-    "pieces of another number": (lambda t: PIECES(t)(t.params, t.state, X, X), "in 3 pieces; give a multiple of 12"),
+    "pieces of another number": (lambda t: step_of(t, of_net, microbatches=3), "in 3 pieces; give a multiple of 12"),
     "the rule first": (lambda t: sharding.make_step(ADAM, of_net, t.plan), "function, Plan. Write sharding"),
     "no plan": (lambda t: sharding.make_step(of_net, ADAM, nets.LAYOUT), "Layout. Write sharding.make_step\\(loss"),
     "a mask of a tree over a vector": (masked_by_a_tree, 'it fails there.* form="tree"'),
+    "no examples": (lambda t: t.step(t.params, t.state, X[:0], X[:0]), "batch.0. has 0 examples"),
+    "a loss and more": (lambda t: step_of(t, lambda net, x, y: (of_net(net, x, y), 1.0)), NO_NUMBER
+                        + "a tuple of 2. Return .value, aux. and pass has_aux=True; or,"),
+    "a loss of an array": (lambda t: step_of(t, lambda net, x, y: x), NO_NUMBER + "float32.32,8."),
+    "a loss of an int": (lambda t: step_of(t, lambda net, x, y: 3), NO_NUMBER + "int"),
+    "no state of a model": (lambda t: sharding.make_step(of_net, ADAM, t.plan, has_state=True)[0](NET),
+                            "init got none. Pass the one that eqx.nn.make_with_state returns"),
+    "a state for a loss without": (lambda t: t.init(NET, {}),
+                                   "its loss takes none. Write init.model., or give make_step has_state=True"),
+    "a state that changes": (with_state_that_changes, r"state\['count'\] was int32\[\] and is float32\[\]"),
     "raw keys": (lambda t: t.step(t.params, t.state, X, jax.random.PRNGKey(0)), "batch.1. 2.*wrap_key_data"),
-}
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made():
+    with jax.numpy_dtype_promotion("standard"):
+        return Made()
 
 
 @pytest.mark.parametrize("name", SLIPS)
-def test_a_slip_is_answered_in_two_sentences(name):
+def test_a_slip_is_answered_in_two_sentences(name, made):
     slip, message = SLIPS[name]
     with pytest.raises((ValueError, TypeError), match=f"(?s){message}") as caught:
-        slip(Made())
+        slip(made)
     assert len(str(caught.value)) < 500
     assert "object at 0x" not in str(caught.value)
-
-
-def test_a_state_is_given_where_the_loss_takes_one():
-    plan = sharding.plan(NET, mesh_of(), SPLIT)
-    for options, args, message in (
-        ({"has_state": True}, (), r"init got none. Pass the one that eqx.nn.make_with_state returns"),
-        ({}, ({},), r"its loss takes none. Write init\(model\), or give make_step has_state=True"),
-    ):
-        init, _ = sharding.make_step(of_net, ADAM, plan, **options)
-        with pytest.raises(ValueError, match=message):
-            init(NET, *args)
-
-
-def test_a_state_of_a_model_stays_what_it_was():
-    of = lambda net, state, x: (of_net(net, x, x), {"count": state["count"] + 0.5})
-    init, step = sharding.make_step(of, optax.sgd(0.1), sharding.plan(NET, mesh_of(), SPLIT), has_state=True)
-    with pytest.raises(ValueError, match=r"state\['count'\] was int32\[\] and is float32\[\]"):
-        step(*init(NET, {"count": jnp.zeros((), jnp.int32)}), X)

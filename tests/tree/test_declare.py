@@ -13,7 +13,7 @@ import pytest
 
 import treeparams as tp
 
-from ..zoo import Norm, Pair, Plain, ramp as leaf
+from ..zoo import Norm, Pair, Plain, filled, ramp as leaf
 
 pair = lambda: {"bias": leaf(3), "weight": leaf()}
 
@@ -38,46 +38,10 @@ class Written(eqx.Module):
     value: Any = tp.field(trainable=True)
 
 
-# -- tp.field
-
-
-@pytest.mark.filterwarnings("ignore:Using `field")
-def test_a_field_is_a_field_of_equinox_and_a_frozen_one_freezes_all_below_it():
-    for model, paths in (
-        (Thawing(leaf(), leaf()), ("scale", "mean")),
-        (Options(rate=1.0, plain=[leaf()]), ("rate", "plain.0")),
-        (Holder(Thawing(leaf(), leaf()), [leaf()]), ("free.0",)),
-    ):
-        assert tp.layout(model).paths == paths
-    options = Options(rate=2.0)
-    assert isinstance(options.rate, jax.Array)
-    assert (options.size, options.plain) == (2, None)
-    assert [array.size for array in jax.tree.leaves(options)] == [1, 3]
-    metadata = tp.field(trainable=False, metadata={"unit": "m"}).metadata
-    assert (metadata["unit"], metadata["trainable"]) == ("m", False)
-    assert "trainable" not in tp.field().metadata
-
-
-def test_trainable_written_out_says_nothing_of_what_is_below():
-    mlp = eqx.nn.MLP(2, 1, 2, 1, key=jax.random.key(0))  # with functions in it
-    for value, parameters in ((np.ones(2, np.complex64), 1), (None, 0), ([leaf(), 1], 1), (mlp, 4)):
-        assert len(tp.layout(Written(value)).paths) == parameters
-
-
 @flax.struct.dataclass
 class Struct:
     weight: Any
     frozen: Any = flax.struct.field(metadata={"trainable": False})
-
-
-@pytest.mark.parametrize("cls", [Plain, Struct])
-def test_metadata_declares_for_any_dataclass(cls: Any):
-    model = {"a": cls(leaf(), [leaf(3), pair()])}
-    assert tp.layout(model).paths == ("a.weight",)
-    assert set(tp.layout(model, thaw="a.frozen.1.bias").paths) == {"a.weight", "a.frozen.1.bias"}
-
-
-# -- Other libraries
 
 
 class Variables(flax.nnx.Module):
@@ -89,48 +53,77 @@ class Variables(flax.nnx.Module):
         self.statistic = flax.nnx.BatchStat(leaf())
 
 
-def test_variables_of_flax():
-    paths = ("layers.0.bias", "layers.0.kernel", "lora")  # neither `.value` nor keys
-    for state in (flax.nnx.state(Variables()), flax.nnx.split(Variables())[1]):
-        assert tp.layout(state).paths == tp.layout(state, flax.nnx.Param).paths == paths
-        assert tp.layout(state, thaw="cache").paths == ("cache", *paths)
-
-
-def test_running_statistics_are_no_parameters():
-    for mode in ("ema", "batch"):
-        options = {"axis_name": "batch", "mode": mode}
-        assert tp.layout(eqx.nn.BatchNorm(3, **options)).paths == ("weight", "bias")
-        made, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, **options)
-        assert tp.layout({"model": made, "state": state}, "model").paths == ("model.weight", "model.bias")
-
-
-def test_non_trainable_of_paramax():
-    model = {"a": paramax.NonTrainable({"w": leaf()}), "b": leaf(3)}
-    assert tp.layout(model).paths == ("b",)
-    assert tp.layout(model, thaw="a").paths == ("a.tree.w", "b")
-    assert tp.layout(paramax.non_trainable({"a": [jnp.asarray(leaf())]})).paths == ()
-
-
-# -- tp.declare
-
-
 class Foreign(eqx.Module):
-    """Stands for a class of another package; each test declares a subclass of its own."""
+    """Stands for a class of another package, of which a subclass is declared."""
 
     weight: Any
     bias: Any
     layers: Any = None
 
 
-def test_frozen_globs_are_relative_to_each_instance():
-    for frozen, paths in (
-        ("bias", ("0.weight", "0.layers.0.bias", "0.layers.0.weight")),
-        (("bias", "weight", "layers.*.bias"), ("0.layers.0.weight",)),
-        ("layers.7", ("0.weight", "0.bias", "0.layers.0.bias", "0.layers.0.weight")),
-    ):
-        cls = type("Declared", (Foreign,), {})
-        tp.declare(cls, freeze=frozen)
-        assert tp.layout([cls(leaf(), leaf(), [pair()])]).paths == paths
+def declared(cls: type, *fields: Any, **options: Any) -> Any:
+    """An instance of a subclass of its own, declared with these options."""
+    tp.declare(cls := type("Declared", (cls,), {}), **options)
+    return cls(*fields)
+
+
+def with_running_statistics(mode: str) -> tuple[Any, Any]:
+    """A layer by itself, and one with its state."""
+    options = {"axis_name": "batch", "mode": mode}
+    made, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, **options)
+    return eqx.nn.BatchNorm(3, **options), {"layer": made, "state": state}
+
+
+written = lambda value: [Written(value)]
+holders = lambda: [{"a": cls(leaf(), [leaf(3), pair()])} for cls in (Plain, Struct)]
+of_flax = lambda: [flax.nnx.state(Variables()), flax.nnx.split(Variables())[1]]
+norms = lambda place: [with_running_statistics(mode)[place] for mode in ("ema", "batch")]
+non_trainable = lambda: [{"a": paramax.NonTrainable({"w": leaf()}), "b": leaf(3)}]
+foreign = lambda frozen: [[declared(Foreign, leaf(), leaf(), [pair()], freeze=frozen)]]
+MLP = tuple(f"value.layers.{i}.{name}" for i in range(2) for name in ("weight", "bias"))
+FLAX = ("layers.0.bias", "layers.0.kernel", "lora")  # neither `.value` nor keys
+PATHS = [  # models, options of their layout, and the paths of what trains
+    (lambda: [Thawing(leaf(), leaf())], {}, ("scale", "mean")),
+    (lambda: [Options(rate=1.0, plain=[leaf()])], {}, ("rate", "plain.0")),
+    (lambda: [Holder(Thawing(leaf(), leaf()), [leaf()])], {}, ("free.0",)),  # a frozen field freezes all below it
+    # `trainable` written out says nothing of what is below.
+    (lambda: written(np.ones(2, np.complex64)), {}, ("value",)),
+    (lambda: written(None), {}, ()),
+    (lambda: written([leaf(), 1]), {}, ("value.0",)),
+    (lambda: written(filled(eqx.nn.MLP, 2, 1, 2, 1)), {}, MLP),  # with functions in it
+    (holders, {}, ("a.weight",)),
+    (holders, {"thaw": "a.frozen.1.bias"}, ("a.weight", "a.frozen.1.bias")),
+    (of_flax, {}, FLAX),
+    (of_flax, {"trainable": flax.nnx.Param}, FLAX),
+    (of_flax, {"thaw": "cache"}, ("cache", *FLAX)),
+    (lambda: norms(0), {}, ("weight", "bias")),  # running statistics are no parameters
+    (lambda: norms(1), {"trainable": "layer"}, ("layer.weight", "layer.bias")),
+    (non_trainable, {}, ("b",)),
+    (non_trainable, {"thaw": "a"}, ("a.tree.w", "b")),
+    (lambda: [paramax.non_trainable({"a": [jnp.asarray(leaf())]})], {}, ()),
+    # Globs of `tp.declare` are relative to each instance.
+    (lambda: foreign("bias"), {}, ("0.weight", "0.layers.0.bias", "0.layers.0.weight")),
+    (lambda: foreign(("bias", "weight", "layers.*.bias")), {}, ("0.layers.0.weight",)),
+    (lambda: foreign("layers.7"), {}, ("0.weight", "0.bias", "0.layers.0.bias", "0.layers.0.weight")),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using `field")
+@pytest.mark.parametrize(("make", "options", "paths"), PATHS)
+def test_what_trains_is_what_classes_say(make: Any, options: dict[str, Any], paths: tuple[str, ...]):
+    for model in make():
+        assert tp.layout(model, **options).paths == paths
+
+
+@pytest.mark.filterwarnings("ignore:Using `field")
+def test_a_field_is_a_field_of_equinox():
+    options = Options(rate=2.0)
+    assert isinstance(options.rate, jax.Array)
+    assert (options.size, options.plain) == (2, None)
+    assert [array.size for array in jax.tree.leaves(options)] == [1, 3]
+    metadata = tp.field(trainable=False, metadata={"unit": "m"}).metadata
+    assert (metadata["unit"], metadata["trainable"]) == ("m", False)
+    assert "trainable" not in tp.field().metadata
 
 
 def test_subclasses_inherit_and_declaring_again_replaces():
@@ -150,8 +143,7 @@ def test_subclasses_inherit_and_declaring_again_replaces():
 
 
 def test_classes_that_are_no_dataclass():
-    cls = type("Declared", (Pair,), {})
-    tp.declare(cls, freeze="second", ties={"first.1": "first.0"})
-    layout = tp.layout({"p": cls([leaf(), leaf()], leaf()), "q": Pair(leaf(), leaf())})
+    two = declared(Pair, [leaf(), leaf()], leaf(), freeze="second", ties={"first.1": "first.0"})
+    layout = tp.layout({"p": two, "q": Pair(leaf(), leaf())})
     assert layout.paths == ("p.first.0", "q.first", "q.second")
     assert layout.ties == {"p.first.0": ("p.first.1",)}

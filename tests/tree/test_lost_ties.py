@@ -1,5 +1,15 @@
-"""A tie that a trace has lost is noticed, once, by whatever meets the model there; and not where it is known."""
+"""A tie that a trace has lost is noticed, once for each model, by whatever meets it; and not where it is known.
 
+What is remembered for that may warn, and never changes a number; and it has a limit.
+"""
+
+import itertools
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -9,18 +19,28 @@ import numpy as np
 import pytest
 
 import treeparams as tp
+from treeparams._slots import accidents
 
 from .. import verbs
-from ..verbs import VERBS, loss
-from ..zoo import ramp
+from ..verbs import OTHERS, VERBS, loss
+from ..zoo import Norm, ramp
 
-_count = iter(range(10**6))
+_count = itertools.count()
 
 
-def fresh(*batch: int, tied: bool = True) -> dict[str, Any]:
+def tied(*shape: int, name: str = "w", batch: tuple[int, ...] = ()) -> dict[str, Any]:
+    embed = ramp(*batch, *shape)
+    return {"embed": embed, "head": embed, name: ramp(*batch, 2)}
+
+
+def fresh(*batch: int) -> dict[str, Any]:
     """A model of a structure that this process has not met, since the warning is given once per structure."""
-    embed = ramp(*batch, 2, 3)
-    return {"embed": embed, "head": embed if tied else embed + 0, f"w{next(_count)}": ramp(*batch, 2)}
+    return tied(2, 3, name=f"w{next(_count)}", batch=batch)
+
+
+def apart(tree: Any) -> Any:
+    """With arrays of their own, as JAX alone makes them."""
+    return jax.tree.map(lambda leaf: jax.device_put(np.array(leaf)), tree)
 
 
 MESSAGE = (
@@ -40,32 +60,22 @@ def test_every_verb_notices(verb: str):
     jax.eval_shape(lambda model: VERBS[verb](model), model)  # once per structure
 
 
-knowing = lambda apart: tp.layout(apart, ties={"head": "embed"})
+knowing = lambda model: tp.layout(model, ties={"head": "embed"})
 MEETS = {
-    "tie": lambda apart: tp.tie(apart, "head", to="embed"),
-    "combine": lambda apart: tp.combine(*tp.partition(apart, knowing(apart))),
-    "restructure": lambda apart: (lambda vector, restructure: restructure(vector))(*tp.ravel(apart, knowing(apart))),
-    "maptrainable": lambda apart: tp.maptrainable(lambda x: x, apart, trainable=knowing(apart)),
-    "tp.jit": lambda apart: tp.jit(lambda model: model)({**apart, "head": apart["embed"]}),
+    "tie": lambda model: tp.tie(model, "head", to="embed"),
+    "combine": lambda model: tp.combine(*tp.partition(model, knowing(model))),
+    "restructure": lambda model: (lambda vector, restructure: restructure(vector))(*tp.ravel(model, knowing(model))),
+    "maptrainable": lambda model: tp.maptrainable(lambda x: x, model, trainable=knowing(model)),
+    "tp.jit": lambda model: tp.jit(lambda model: model)({**model, "head": model["embed"]}),
 }
 
 
 @pytest.mark.parametrize("meet", MEETS)
 def test_it_is_met_by_any_function_and_by_what_they_return(meet: str):
-    model = MEETS[meet](fresh(tied=False))
+    model = MEETS[meet](apart(fresh()))
     assert model["embed"] is model["head"]
     with noticed():
         jax.eval_shape(tp.grad(loss), model)
-
-
-def test_what_a_plain_jit_returned_does_not_erase_it():
-    model = fresh()
-    params, _ = tp.partition(model)
-    apart = jax.jit(lambda model: model)(eqx.apply_updates(model, params))
-    assert apart["embed"] is not apart["head"]
-    assert tp.layout(apart).ties == {}
-    with noticed():
-        jax.eval_shape(tp.grad(loss), apart)
 
 
 TRACES = {
@@ -83,13 +93,66 @@ def test_in_filter_jit_vmap_and_scan(run: Any):
         run(model)
 
 
-def test_a_model_within_something_larger_is_noticed_too():
+def test_what_a_plain_jit_returned_does_not_erase_it_and_what_holds_a_model_is_one():
+    model = fresh()
+    params, _ = tp.partition(model)
+    found = jax.jit(lambda model: model)(eqx.apply_updates(model, params))
+    assert found["embed"] is not found["head"]
+    assert tp.layout(found).ties == {}
+    with noticed():
+        jax.eval_shape(tp.grad(loss), found)
     tp.layout(model := fresh())
     with pytest.warns(UserWarning, match=r"'net.embed' and 'net.head' were one array"):
         jax.eval_shape(lambda both: tp.ravel(both)[0], {"net": model, "temperature": ramp(2)})
 
 
-# -- Where it is silent: warnings are errors in these tests
+# -- Once for each model that a person would call another --------------------------------------------------------------
+
+
+def lose(model: Any) -> list[str]:
+    """Loses the ties of a model that was met in a trace, and in a copy outside. Returns the warnings of both."""
+    tp.layout(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(tp.grad(lambda model: 0.0), model)
+        tp.layout(apart(model))
+    found = [re.match(r"'(\S+)' and '\S+' were one array", str(each.message)) for each in caught]
+    return [each[1] for each in found if each]
+
+
+LOSSES = (
+    ({"a": tied(2, 3)}, "a"),  # in the trace, and outside
+    ({"b": tied(2, 3)}, "b"),  # another name above
+    ({"a": tied(4, 3)}, "a"),  # other shapes
+    ({"held": {"a": tied(2, 3)}, "body": ramp(3)}, ""),  # a model that holds the first
+    (tied(2, 3), ""),  # a part of the first
+    ({"a": tied(2, 3, name="v")}, "a"),  # another layer beside them
+    ({"a": tied(2, 3), "b": tied(2, 3)}, ""),
+    ({"body": ramp(3), "nets": [tied(5)]}, "nets.0"),
+    ({"body": ramp(4), "nets": [tied(5)]}, "nets.0"),  # other shapes elsewhere
+)
+
+
+def test_a_lost_tie_is_noticed_once_for_each_model():
+    for model, node in LOSSES:
+        assert lose(model) == [f"{node}.embed"] * 2 * bool(node)
+
+
+def test_ties_that_a_layout_was_given_are_missed_once_for_each_model():
+    def forget(model: Any, node: str) -> int:
+        tp.layout(model, ties={f"{node}.y": f"{node}.x"})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tp.partition(model), tp.ravel(model)
+        return len(caught)
+
+    model = lambda *shape: {"x": ramp(*shape), "y": ramp(*shape, start=1.5)}
+    for name, size, count in (("a", 2, 1), ("b", 2, 1), ("a", 3, 1), ("a", 2, 0)):
+        assert forget({name: model(size)}, name) == count
+    assert forget({"held": {"a": model(2)}, "z": ramp(1)}, "held.a") == 0
+
+
+# -- Where it is silent: warnings are errors in these tests ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("untied", [False, True])
@@ -118,11 +181,10 @@ def test_it_is_silent_for_what_is_frozen_has_other_shapes_or_its_own_layout():
     jax.eval_shape(tp.grad(loss, "w*"), model)
     jax.eval_shape(tp.grad(loss), {name: ramp(3, *leaf.shape) for name, leaf in model.items()})
     jax.eval_shape(tp.grad(loss), {"embed": ramp(2, 3), "head": ramp(2, 3), "other": ramp(2)})
-    apart = {name: leaf + 0 for name, leaf in model.items()}
     with pytest.warns(UserWarning, match="'embed' and 'head' were one array .* equal bit for bit"):
-        own = tp.layout(apart)
+        own = tp.layout(model := apart(model))
     assert own.ties == {}
-    jax.eval_shape(tp.grad(loss, own), apart)
+    jax.eval_shape(tp.grad(loss, own), model)
 
 
 def test_shared_cotangents_teach_no_ties():
@@ -141,3 +203,59 @@ def test_empty_arrays_tell_nothing():
     shared = jnp.zeros(0)
     tp.layout({"a": shared, "b": shared})
     tp.layout({"a": jnp.zeros(0), "b": jnp.zeros(0)})
+
+
+def test_many_kinds_leave_as_many_entries_as_there_may_be(monkeypatch):
+    monkeypatch.setattr(accidents, "_MOST", 40)
+    monkeypatch.setattr(accidents, "_SHAPES", 10)
+    shared = ramp(2)
+    for i in range(60):
+        model = {f"x{i}": shared, f"y{i}": shared, f"z{i}": np.ones(2, "f")}
+        tp.layout(tp.tie(tp.untie(model), f"y{i}", to=f"x{i}"), ties={f"z{i}": f"x{i}"})
+        tp.layout({"x": (each := ramp(i + 1)), "y": each})  # one kind, of many shapes
+    assert 30 < len(accidents._facts) <= 40
+    assert max(map(len, accidents._facts.values())) <= 11
+
+
+def test_what_was_met_last_is_known_when_the_first_is_forgotten(monkeypatch):
+    monkeypatch.setattr(accidents, "_MOST", 40)
+    tp.layout(first := fresh())
+    for i in range(50):
+        tp.layout({f"k{i}": np.ones(2, "f")})
+    assert tp.layout(apart(first)).ties == {}  # nothing but a warning is lost
+    assert lose(fresh()) == ["embed", "embed"]
+
+
+# -- It never changes a number -----------------------------------------------------------------------------------------
+
+
+def model_of(kind: str) -> dict[str, Any]:
+    """A model of a kind of its own, with two arrays of each sort that are one."""
+    shared, bias, mean, zero = ramp(2, 3), jnp.zeros(2), jnp.ones(2), jnp.array(0)
+    net = {f"embed {kind}": shared, f"head {kind}": shared, "norms": [Norm(ramp(2), mean), Norm(ramp(2), mean)]}
+    return {f"net {kind}": net, "steps": zero, "episodes": zero, "bias": bias, "shift": bias, "rate": 1.0}
+
+
+EVERY = VERBS | OTHERS
+
+
+def program(verb: str, kind: str) -> str:
+    """The program of a verb in a trace, with the numbers that are constants in it: what tells all of its results."""
+    made = jax.make_jaxpr(EVERY[verb])(model_of(kind))
+    return re.sub(r"0x\w+", "", f"{made} {[np.asarray(each).tolist() for each in made.consts]}")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_verb_in_a_trace_is_the_same_program_whatever_was_met_before():
+    command, root = [sys.executable, "-m", __spec__.name], pathlib.Path(__file__).parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as other:
+        accidents._facts.clear()
+        for verb in EVERY.values():
+            verb(model_of("met"))
+        met = {verb: program(verb, "met") for verb in EVERY}
+        assert met == json.loads(other.communicate()[0])
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps({verb: program(verb, verb) for verb in EVERY}))

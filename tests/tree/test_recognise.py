@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -41,8 +42,6 @@ class Config:
     depth: Any
     other: Any = dataclasses.field(default=None, compare=False)
 
-
-# -- Static values -----------------------------------------------------------------------------------------------------
 
 ARRAY = np.arange(3)
 
@@ -149,15 +148,14 @@ KEEPERS = {
 }
 
 
-@pytest.fixture
-def only_new_garbage():
+@pytest.fixture(autouse=True)
+def _only_new_garbage():
     """Collections look at what the test makes alone; to look at all that earlier tests have made takes seconds."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
-@pytest.mark.usefixtures("only_new_garbage")
 def test_no_array_and_no_tracer_is_kept_alive():
     def meet(keep: Any) -> weakref.ref[jax.Array]:
         model = Holder(ramp(2), keep(array := jnp.ones(1000)))
@@ -210,46 +208,36 @@ CAPTURE = {
 }
 
 
-@pytest.mark.usefixtures("only_new_garbage")
+def bind(held: Any, x: jax.Array) -> jax.Array:
+    return x.T
+
+
+def use_in_transform_rule_and_leaf(marker: Plain) -> None:
+    ties = {"b": ("a", functools.partial(bind, marker))}
+    assert tp.layout({"a": ramp(2, 3), "b": ramp(3, 2)}, ties=ties).ties == {"a": ("b",)}
+    rule = optax.sgd(0.1, momentum=0.9)
+    holds = optax.GradientTransformation(rule.init, lambda *args: (marker, rule.update(*args))[1])
+    VECTOR(holds).init({"a": ramp(2), "b": ramp(3)})
+    model = {"a": ramp(2), "leaf": type("Leaf", (), {"get": lambda self: marker})()}
+    tp.combine(*tp.partition(model)), str(tp.summary(model)), str(tp.diff(model, model))
+
+
 @pytest.mark.filterwarnings("ignore:.*(layout of such a model|one array)")
-def test_nothing_that_a_static_field_captures_lives_on():
-    def use(i: int, verb: str, capture: str) -> weakref.ref[Plain]:
-        marker = Plain([])
-        USES[verb](Holder(ramp(2 + i), CAPTURE[capture](marker)))
+def test_nothing_that_a_static_field_a_transform_a_rule_or_a_leaf_captures_lives_on():
+    def used(use: Callable[[Plain], object]) -> weakref.ref[Plain]:
+        use(marker := Plain([]))
         return weakref.ref(marker)
 
     # A program is compiled for each static value, so not every form is tried with every value.
-    held = {(verb, "closure"): use(0, verb, "closure") for verb in USES}
-    held |= {(verb, capture): use(1, verb, capture) for verb in ("partition", "jit") for capture in CAPTURE}
+    of = lambda size, verb, capture: lambda marker: USES[verb](Holder(ramp(size), CAPTURE[capture](marker)))
+    held = {(verb, "closure"): used(of(2, verb, "closure")) for verb in USES}
+    held |= {(verb, capture): used(of(3, verb, capture)) for verb in ("partition", "jit") for capture in CAPTURE}
+    held["transform, rule, leaf", ""] = used(use_in_transform_rule_and_leaf)
     jax.clear_caches()
     gc.collect()
     assert [key for key, ref in held.items() if ref() is not None] == []
 
 
-def bind(held: Any, x: jax.Array) -> jax.Array:
-    return x.T
-
-
-@pytest.mark.usefixtures("only_new_garbage")
-def test_no_transform_rule_or_type_of_a_leaf_lives_on():
-    def meet(marker: Plain) -> None:
-        ties = {"b": ("a", functools.partial(bind, marker))}
-        assert tp.layout({"a": ramp(2, 3), "b": ramp(3, 2)}, ties=ties).ties == {"a": ("b",)}
-        rule = optax.sgd(0.1, momentum=0.9)
-        holds = optax.GradientTransformation(rule.init, lambda *args: (marker, rule.update(*args))[1])
-        VECTOR(holds).init({"a": ramp(2), "b": ramp(3)})
-        model = {"a": ramp(2), "leaf": type("Leaf", (), {"get": lambda self: marker})()}
-        tp.combine(*tp.partition(model)), str(tp.summary(model)), str(tp.diff(model, model))
-
-    meet(marker := Plain([]))
-    held = weakref.ref(marker)
-    del marker
-    jax.clear_caches()
-    gc.collect()
-    assert held() is None
-
-
-@pytest.mark.usefixtures("only_new_garbage")
 def test_what_something_holds_stays_known_through_a_collection():
     model = Holder(ramp(2), lambda: None)
     layout = tp.layout(model)

@@ -2,9 +2,11 @@
 
     python tests/sharding/_process_programs PROGRAM ADDRESS PROCESSES PROCESS FOLDER
 
-Each writes what it found to a file in the folder, and its seconds; what it says on stderr is read as well.
+Each writes what it found to files in the folder; what it says on stderr is read as well.
 """
 
+import functools
+import itertools
 import json
 import pathlib
 import sys
@@ -76,19 +78,16 @@ def trained(form):
     return jax.tree.map(np.asarray, tp.trainables(plan.model(params, state, whole=True), plan.layout))
 
 
-def alone(form):
-    """The same of one process, by Optax alone."""
-    params, rest = tp.partition(make(), "!top.shift")
-    rule, pieces = RULE, FORMS[form][1].get("microbatches", 1)
-    if form == "stacks":
-        params, rest = tp.stack(make(), "!top.shift")
-        rule = MUON
-    model = rest if form == "stacks" else lambda params: tp.combine(params, rest)
-    of = lambda params, x, y: sum(loss(model(params), x[i::pieces], y[i::pieces]) for i in range(pieces)) / pieces
+@functools.cache
+def alone(is_stacked):
+    """The same of one process, by Optax alone; the loss is a mean, and so it is that of its pieces, too."""
+    params, rest = tp.stack(make(), "!top.shift") if is_stacked else tp.partition(make(), "!top.shift")
+    rule, model = (MUON, rest) if is_stacked else (RULE, lambda params: tp.combine(params, rest))
 
     @jax.jit
     def step(params, state, x, y):
-        updates, state = rule.update(jax.grad(of)(params, x, y), state, params)
+        gradient = jax.grad(lambda params: loss(model(params), x, y))(params)
+        updates, state = rule.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
     state = rule.init(params)
@@ -112,14 +111,16 @@ def difference(values=1, **change):
     return None
 
 
-def trains(folder):
+def trains():
     """What processes train that differs from what one does, and what they are told where they differ."""
     errors, sums = {}, {}
     for form in FORMS:
         found = trained(form)
         sums[form] = [float(np.abs(each).sum()) for each in found.values()]
         if jax.process_index() == 0:
-            errors[form] = max(float(np.abs(found[path] - want).max()) for path, want in alone(form).items())
+            errors[form] = max(
+                float(np.abs(found[path] - want).max()) for path, want in alone(form == "stacks").items()
+            )
     devices = np.array(jax.devices())
     reordered = jax.sharding.Mesh(devices[::-1], ("data",))
     return {
@@ -135,26 +136,30 @@ def trains(folder):
     }
 
 
-def meets(folder):
-    """Meets the others again and again, until somebody does not come."""
-    (folder / f"ready{jax.process_index()}").touch()
-    number = 0
-    while not multihost_utils.reached_preemption_sync_point(number):
+def write(name, found):
+    """Writes what was found to a file that is there as soon as it is whole."""
+    part = pathlib.Path(folder, f"{name}{jax.process_index()}.part")
+    part.write_text(json.dumps(found))
+    part.rename(part.with_suffix(".json"))
+
+
+def meets():
+    """Meets the others again and again, until somebody does not come; writes when a signal was seen."""
+    pathlib.Path(folder, f"ready{jax.process_index()}").touch()
+    for number in itertools.count():
+        if multihost_utils.reached_preemption_sync_point(number):
+            write("stops", {"at": number})
         multihost_utils.sync_global_devices(str(number))
         time.sleep(0.05)
-        number += 1
-    return {"at": number}
 
 
 if __name__ == "__main__":
     program, address, processes, process, folder = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", True)
-    start = time.monotonic()
     jax.distributed.initialize(
         address, int(processes), int(process), initialization_timeout=10, heartbeat_timeout_seconds=5
     )
-    found = {"trains": trains, "meets": meets}[program](pathlib.Path(folder))
-    part = pathlib.Path(folder, f"{program}{process}.part")
-    part.write_text(json.dumps(found))
-    part.rename(part.with_suffix(".json"))  # it is there as soon as it is whole
+    if program == "trains":
+        write("trains", trains())
+    meets()
