@@ -258,7 +258,7 @@ mlir.register_lowering(_join_p, mlir.lower_fun(_one_array, multiple_results=Fals
 class Strip(NamedTuple):
     """A piece of an array along one axis."""
 
-    root: Any  # the array, or what stands for it
+    root: Any  # the array, or a key for it
     start: int
     size: int
     shape: tuple[int, ...]  # without the axes before that axis, which are a batch
@@ -399,7 +399,7 @@ class Block(HashedOnce):
         return laid_as(join(pieces, shapes, self.shape[0], self.rank), whole)
 
     def strips(self, numbers: Iterable[int], root: Any = None) -> tuple[Strip, ...]:
-        """Returns where the arrays with these numbers lie in the whole array, for which `root` stands."""
+        """Returns where the arrays with these numbers lie in the whole array; `root` is that array, or a key for it."""
         at, shapes = self.starts, self.shapes
         return tuple([Strip(root, at[n], at[n + 1] - at[n], shapes[n], self.rank) for n in numbers])
 
