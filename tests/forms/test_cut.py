@@ -8,16 +8,18 @@ import jax.experimental.jet
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import layout
 
 import treeparams as tp
+from benchmarks._hbm import main_memory_bytes
 from treeparams._forms import block, form
 
-from ..zoo import cost, flops
+from ..zoo import assert_same, cost, flops
 
-SHAPES = ((2,), ()) * 4 + ((3, 1), (0,), (2, 0))  # some stand often enough to share a kernel, some once
+SHAPES = ((2,), ()) * 3 + ((3, 1), (0,), (2, 0))  # some stand often enough to share a kernel, some once
 SIZE = sum(map(math.prod, SHAPES))
 VECTOR = np.linspace(-1.0, 1.0, SIZE + 1, dtype=np.float32)  # one more than the leaves take
-COUNT = 5  # so many rows are cut at offsets that are known at run time alone
+COUNT = 4  # so many rows are cut at offsets that are known at run time alone
 ROWS = np.sin(np.arange(2.0 * COUNT, dtype=np.float32)).reshape(COUNT, 1, 2)
 ON_CPU = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what is looked at here is XLA's code for CPUs")
 BOTH = pytest.mark.parametrize("form", [tp.ravel, tp.stack])
@@ -25,8 +27,8 @@ BOTH = pytest.mark.parametrize("form", [tp.ravel, tp.stack])
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    """Programs of few leaves are as those of many: they share kernels from 4 on."""
-    monkeypatch.setattr(block, "_FEW", 4)
+    """Programs of few leaves are as those of many: they share kernels from 3 on."""
+    monkeypatch.setattr(block, "_FEW", 3)
 
 
 def leaves_in(shapes, pad_to=1):
@@ -75,15 +77,8 @@ def test_every_derivative_is_that_of_the_whole_array(name):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), got, want)
 
 
-def test_jet_of_joining():
-    series = [[np.cos((k + 1) * row) for k in range(3)] for row in ROWS]
-    primal, terms = jax.jit(lambda p, s: jax.experimental.jet.jet(lambda *p: JOIN(list(p)), p, s))(list(ROWS), series)
-    np.testing.assert_array_equal(primal, ROWS)
-    np.testing.assert_allclose(terms, np.swapaxes(series, 0, 1), 1e-6)
-
-
 JOINED = {  # there and back, the shape of the array, and how many of its elements are in leaves
-    "a padded vector": (leaves_in(SHAPES, 4), (16,), SIZE),
+    "a padded vector": (leaves_in(SHAPES, 5), (15,), SIZE),
     "one number": (leaves_in([()]), (1,), 1),
     "leaves of three axes": (leaves_in([(0, 3), (2, 1, 2), (3,)], 5), (10,), 7),
     "many rows": (rows(9, 1, 2), (9, 1, 2), 18),
@@ -95,20 +90,28 @@ JOINED = {  # there and back, the shape of the array, and how many of its elemen
 def test_joining_inverts_cutting_and_is_its_transpose():
     def all_of_it(cut, join, array):
         leaves = cut(array)
-        transposed = jax.linear_transpose(cut, array)(leaves)[0]
-        return leaves, join(leaves), transposed, jax.linear_transpose(join, leaves)(array)[0]
+        transposed = jax.linear_transpose(cut, array)(leaves)[0], jax.linear_transpose(join, leaves)(array)[0]
+        return leaves, join(leaves), *transposed
 
     arrays = [np.arange(1.0, math.prod(shape) + 1, dtype=np.float32).reshape(shape) for _, shape, _ in JOINED.values()]
     ways = [way for way, _, _ in JOINED.values()]
     found = jax.jit(lambda arrays: [all_of_it(*way, x) for way, x in zip(ways, arrays, strict=True)])(arrays)
-    for each, array, ((cut, join), _, count) in zip(found, arrays, JOINED.values(), strict=True):
+    for name, each, array in zip(JOINED, found, arrays, strict=True):
+        (cut, join), _, count = JOINED[name]
         leaves, joined, transposed, back = each
         np.testing.assert_array_equal(np.concatenate([np.ravel(leaf) for leaf in leaves]), array.ravel()[:count])
         jax.tree.map(np.testing.assert_array_equal, back, leaves)
-        np.testing.assert_array_equal(joined, np.where(array <= count, array, 0))
-        np.testing.assert_array_equal(transposed, joined)
-        with jax.disable_jit():
-            np.testing.assert_array_equal(join(cut(array)), joined)
+        want = np.where(array <= count, array, 0)
+        jax.tree.map(np.testing.assert_array_equal, (joined, transposed), (want, want))
+        if name in ("a padded vector", "many rows"):
+            with jax.disable_jit():
+                np.testing.assert_array_equal(join(cut(array)), joined)
+
+
+def test_jet_of_joining():
+    jet = jax.jit(lambda p, s: jax.experimental.jet.jet(lambda *p: JOIN(list(p)), p, s))
+    primal, terms = jet(list(ROWS), [[2 * row, 3 * row] for row in ROWS])
+    jax.tree.map(np.testing.assert_array_equal, (primal, terms), (ROWS, [2 * ROWS, 3 * ROWS]))
 
 
 def test_joining_what_is_mapped_with_what_is_not():
@@ -144,8 +147,7 @@ def test_maps_over_any_axis():
         np.testing.assert_array_equal(sums, np.moveaxis(want, 0, axis))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_many_rows_outside_of_a_trace(dtype, monkeypatch):
+def test_many_rows_outside_of_a_trace(monkeypatch):
     monkeypatch.setattr(form, "_AT_ONCE", 4)
     counts = {(): 5, (1, 2): 4, (2,): 9, (2, 2): 1, (3, 0): 6}
     leaves = [np.full(shape, n + 100 * i, np.float32) for i, shape in enumerate(counts) for n in range(counts[shape])]
@@ -155,9 +157,8 @@ def test_many_rows_outside_of_a_trace(dtype, monkeypatch):
     for shape in counts:
         want = np.stack([leaf for leaf in leaves if leaf.shape == shape])
         np.testing.assert_array_equal(stacks[f"float32[{','.join(map(str, shape))}]"], want)
-    back = way(jax.tree.map(lambda x: np.asarray(x).astype(dtype), stacks))
-    assert {leaf.dtype.name for leaf in back} == {"float32"}
-    jax.tree.map(np.testing.assert_array_equal, back, model)
+    for dtype in (np.float32, np.float16):
+        assert_same(way(jax.tree.map(lambda x, dtype=dtype: np.asarray(x).astype(dtype), stacks)), model)
     jax.jit(lambda stacks: jax.tree.map(lambda x: x + 1, stacks), donate_argnums=0)(stacks)
     jax.tree.map(np.testing.assert_array_equal, model, leaves)  # in buffers of their own
 
@@ -199,7 +200,7 @@ def test_leaves_of_one_shape_share_their_kernels():
 
 @BOTH
 def test_operations_are_those_of_the_tree(form):
-    at_rest, restructure = net(6, form)
+    at_rest, restructure = net(5, form)
     of_tree = flops(jax.value_and_grad(chain), restructure(at_rest))
     assert of_tree > 1000
     additions = len(restructure.layout.slots)  # where a leaf begins is a sum of two numbers
@@ -218,7 +219,7 @@ def test_the_program_grows_with_the_leaves_and_no_faster(form):
         assert "pad[" not in program  # a slice for itself would be transposed to one
         return len(traced.lower().as_text().splitlines())
 
-    assert lines(16) <= 2.1 * lines(8)
+    assert lines(12) <= 2.1 * lines(6)
 
 
 # -- Offsets that are hidden from the compiler -------------------------------------------------------------------------
@@ -244,3 +245,63 @@ def test_leaves_in_any_order_are_cut_where_they_lie_and_layers_share_hidden_numb
     else:
         case = re.search(r"stablehlo\.case.*?stablehlo\.return ([^:]*):", lowered.as_text(), re.DOTALL).group(1)
         assert 2 <= len(case.split(",")) <= 4 * math.ceil(math.sqrt(len(shapes)))
+
+
+# -- What differs between machines, in programs that are lowered, or written, for others than this one -----------------
+
+
+def _lowered(f, *args, platform):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def _layers():
+    return {"layers": [{"w": jnp.full((4, 4), i / 10)} for i in range(20)]}
+
+
+@pytest.mark.skipif(not hasattr(layout, "Format"), reason="this JAX has other names for layouts")
+@pytest.mark.parametrize("platform", ["tpu", "cpu", "cuda"])
+def test_rows_are_outermost_before_a_loop_on_tpu_alone(platform):
+    stacks, restructure = tp.stack(_layers())
+
+    def scanned(stacks, x):
+        return restructure.scan(lambda x, layer: (x @ layer["w"], None), x, stacks, "layers.*")[0]
+
+    def unrolled(stacks, x):
+        for layer in restructure(stacks)["layers"]:
+            x = x @ layer["w"]
+        return x
+
+    x = jnp.ones(4)
+    grads = jax.grad(lambda stacks, x: jnp.sum(scanned(stacks, x)))
+    assert ("LayoutConstraint" in _lowered(grads, stacks, x, platform=platform)) == (platform == "tpu")
+    assert "LayoutConstraint" not in _lowered(unrolled, stacks, x, platform=platform)
+    vector, from_vector = tp.ravel(_layers())
+    of_vector = lambda vector, x: from_vector.scan(lambda x, layer: (x @ layer["w"], None), x, vector, "layers.*")[0]
+    assert "LayoutConstraint" not in _lowered(of_vector, vector, x, platform=platform)
+
+
+_TILED = """\
+HloModule step
+
+%fused (a: f32[50,32], i: s32[]) -> f32[1,32] {
+  %a = f32[50,32]{1,0:T(8,128)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  ROOT %row = f32[1,32]{1,0:T(1,128)} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={1,32}
+}
+
+ENTRY %main (p: f32[50,32], i: s32[]) -> f32[1,32] {
+  %p = f32[50,32]{1,0:T(8,128)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  %start = (f32[50,32]{1,0:T(8,128)S(1)}, f32[50,32]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%p)
+  %fast = f32[50,32]{1,0:T(8,128)S(1)} copy-done(%start)
+  %sum = f32[50,32]{1,0:T(8,128)S(1)} add(%fast, %fast)
+  ROOT %out = f32[1,32]{1,0:T(1,128)} fusion(%p, %i), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_bytes_of_main_memory_are_those_of_padded_tiles_each_copied_once():
+    copied = 56 * 128 * 4  # 50 rows of 32 numbers, padded to 8 and 128; what is in fast memory counts nothing
+    row = 128 * 4  # padded to 128 numbers; read, and written
+    assert main_memory_bytes(_TILED) == copied + 2 * row

@@ -1,18 +1,20 @@
-"""What is trained: by a `where`, a mask or a given layout, by `freeze` and `thaw`; and what is said when nothing is."""
+"""What is trained: by a `where`, a mask or a given layout, by `freeze` and `thaw`; and what is refused."""
 
-import functools
+import collections
+import dataclasses
 import re
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 import pytest
 
 import treeparams as tp
 
-from ..zoo import ramp
+from ..zoo import Norm, Pair, filled, ramp
 
 
 class Net(eqx.Module):
@@ -26,15 +28,33 @@ class Net(eqx.Module):
         return self.head(x)
 
 
-@functools.cache
-def net() -> Net:
-    linear = lambda outputs: eqx.nn.Linear(2, outputs, key=jax.random.key(outputs))
-    return Net([linear(2), linear(2)], linear(1), ramp(1), jnp.array(0), jax.nn.relu)
-
-
+NET = Net(
+    [filled(eqx.nn.Linear, 2, outputs) for outputs in (2, 2)],
+    filled(eqx.nn.Linear, 2, 1),
+    ramp(1),
+    np.array(0),
+    jax.nn.relu,
+)
 BODY = ("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias")
 HEAD = ("head.weight", "head.bias")
 WEIGHTS = ("body.0.weight", "body.1.weight", "head.weight")
+PAIR = [ramp(1), ramp(1)]
+TIED = {"a": (_shared := ramp(2)), "b": _shared, "c": [5, 5, ramp(3)]}
+CODER = {"encoder": {"embed": _shared, "w": ramp(2)}, "head": _shared}
+BLOCKS = {"blocks": [{"w": ramp(2)}, {"w": ramp(2)}, (ramp(2), ramp(3))], "-1": ramp(4)}
+WHERES = {
+    "a glob": ("**.weight", WEIGHTS),
+    "a regex": (re.compile(r"head\.w.*"), HEAD[:1]),
+    "a class": (eqx.nn.Linear, BODY + HEAD),
+    "a node": (lambda m: m.head, HEAD),
+    "arrays": (lambda m: [layer.weight for layer in m.body], WEIGHTS[:2]),
+    "an array and a node": (lambda m: (m.head.bias, {"k": m.body[1]}), (*BODY[2:], HEAD[1])),
+    "a callable Module": (eqx.nn.Lambda(lambda m: m.head), HEAD),
+    "a glob and a regex": (["head.bias", re.compile(r"body\.1")], (*BODY[2:], HEAD[1])),
+    "all but": (["body", "!body.0"], BODY[2:]),
+    "all but, in another order": (["!body.0", "body"], BODY[2:]),
+    "leaves, and not": ([tp.leaves(lambda path, leaf: leaf.ndim == 2), "!head"], WEIGHTS[:2]),
+}
 
 
 def test_what_is_no_parameter():
@@ -46,127 +66,107 @@ def test_what_is_no_parameter():
     assert len(tp.layout(parameters).paths) == len(parameters)
 
 
-@pytest.mark.parametrize(
-    ("where", "selected"),
-    [
-        ("**.weight", WEIGHTS),
-        (re.compile(r"head\.w.*"), HEAD[:1]),
-        (eqx.nn.Linear, BODY + HEAD),
-        (lambda m: m.head, HEAD),
-        (lambda m: [layer.weight for layer in m.body], WEIGHTS[:2]),
-        (lambda m: (m.head.bias, {"k": m.body[1]}), (*BODY[2:], HEAD[1])),
-        (eqx.nn.Lambda(lambda m: m.head), HEAD),  # a callable Module may be a `where`
-        (["head.bias", re.compile(r"body\.1")], (*BODY[2:], HEAD[1])),
-        (["body", "!body.0"], BODY[2:]),
-        (["!body.0", "body"], BODY[2:]),  # whatever the order
-        ([tp.leaves(lambda path, leaf: leaf.ndim == 2), "!head"], WEIGHTS[:2]),
-    ],
-)
+@pytest.mark.parametrize(("where", "selected"), WHERES.values(), ids=WHERES)
 def test_only_what_is_selected_is_trained(where: Any, selected: tuple[str, ...]):
-    assert tp.layout(net(), where).paths == selected
-    assert tp.ravel(net(), where)[1].layout.paths == selected
+    assert tp.layout(NET, where).paths == selected
+    assert tp.ravel(NET, where)[1].layout.paths == selected
     rest = tuple(path for path in (*BODY, *HEAD, "scale") if path not in selected)
-    assert tp.layout(net(), thaw="scale", freeze=where).paths == rest
-    assert tp.layout(net()).thaw("scale").freeze(where).paths == rest
-    assert tp.layout(net(), freeze="**").thaw(where).paths == selected
+    assert tp.layout(NET, thaw="scale", freeze=where).paths == rest
+    assert tp.layout(NET).thaw("scale").freeze(where).paths == rest
+    assert tp.layout(NET, freeze="**").thaw(where).paths == selected
 
 
-def test_a_rule_or_a_callable_names_each_place_of_a_tie():
-    shared = ramp(2)
-    model = {"a": shared, "b": shared, "c": [5, 5, ramp(3)]}
-    assert tp.layout(model, lambda m: m["c"]).paths == ("c.2",)
-    assert tp.layout(model, freeze=lambda m: (m["a"], m["b"])).paths == ("c.2",)
-    pairs = {"x": [ramp(1), ramp(1)], "y": ramp(1)}  # a new list that is built like one of the model
-    assert tp.layout(pairs, lambda m: {"new": [m["x"][0], m["y"]]}).paths == ("x.0", "y")
-    assert tp.layout(model, tp.leaves(lambda path, leaf: leaf.shape == (2,))).paths == ("a",)
-    for only_a in (lambda m: m["a"], tp.leaves(lambda path, leaf: path == "a")):
-        with pytest.raises(ValueError, match=r"'a' is frozen and 'b' is trained"):
-            tp.layout(model, freeze=only_a)
+TRAINED = [  # of which model, what of `tp.layout`, and what is trained then
+    # Masks that are other wheres too.
+    (PAIR, {"trainable": [True, False]}, ("0",)),
+    (tuple(PAIR), {"trainable": (False, True)}, ("1",)),
+    (ramp(1), {"trainable": True}, ("",)),
+    ({"a": PAIR, "n": None}, {"trainable": {"a": [False, True], "n": None}}, ("a.1",)),
+    # A rule or a callable names each place of a tie; a new list may be built like one of the model.
+    (TIED, {"trainable": lambda m: m["c"]}, ("c.2",)),
+    (TIED, {"freeze": lambda m: (m["a"], m["b"])}, ("c.2",)),
+    (TIED, {"trainable": tp.leaves(lambda path, leaf: leaf.shape == (2,))}, ("a",)),
+    ({"x": PAIR, "y": ramp(1)}, {"trainable": lambda m: {"new": [m["x"][0], m["y"]]}}, ("x.0", "y")),
+    # First `freeze`, then `thaw`, before anything is checked: between the two a tie may be half frozen.
+    (CODER, {"freeze": "encoder", "thaw": "encoder.embed"}, ("encoder.embed",)),
+    (CODER, {"trainable": tp.layout(CODER), "freeze": "encoder", "thaw": "encoder.embed"}, ("encoder.embed",)),
+    (CODER, {"trainable": "head", "thaw": "encoder.embed"}, ("encoder.embed",)),
+    (NET, {"trainable": "head", "thaw": "scale"}, (*HEAD, "scale")),
+    (NET, {"trainable": "body", "freeze": "body.0", "thaw": ["scale", "body.0.bias"]}, (*BODY[1:], "scale")),
+    (NET, {"thaw": "head.bias", "freeze": "**"}, HEAD[1:]),
+    # What takes away takes from what is declared.
+    (NET, {"trainable": "!head"}, BODY),
+    (NET, {"trainable": ["!head", "!body.0"]}, BODY[2:]),
+    (NET, {"trainable": "!**.bias"}, WEIGHTS),
+    (NET, {"trainable": "!head", "thaw": "scale"}, (*BODY, "scale")),
+    ({"!a": ramp(1), "b": ramp(1)}, {"trainable": '"!a"'}, ('"!a"',)),
+    # Positions in a list count from the end.
+    (BLOCKS, {"trainable": "blocks.-1"}, ("blocks.2.0", "blocks.2.1")),
+    (BLOCKS, {"trainable": "blocks.-1.-2"}, ("blocks.2.0",)),
+    (BLOCKS, {"trainable": "**.-3.w"}, ("blocks.0.w",)),
+    (BLOCKS, {"trainable": ["blocks", "!blocks.-1"]}, ("blocks.0.w", "blocks.1.w")),
+    (BLOCKS, {"trainable": "-1"}, ("-1",)),
+]
 
 
-# -- What selects nothing
-
-
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [
-        ("heat.weight", r"'heat.weight' selects nothing; nearest: 'head.weight'"),
-        (lambda m: None, r"^lambda at test_select.py:\d+ selects nothing; the model's parameters are 'body.0.weight'"),
-        (lambda m: (m.act, m.steps), r"no parameter, only 'act' \(function, not an array\); only floating"),
-        (["head", "boddy"], r"'boddy' selects nothing; nearest: 'body"),
-        (["body", "!boddy"], r"'boddy' selects nothing"),
-    ],
-)
-def test_what_selects_nothing_says_so(where: Any, message: str):
-    layout = tp.layout(net())
-    for use in (
-        layout.freeze,
-        layout.thaw,
-        lambda where: tp.layout(net(), where),
-        lambda where: tp.layout(net(), freeze=where),
-        lambda where: tp.layout(net(), thaw=where),
-        lambda where: tp.ravel(net(), where),
-    ):
-        with pytest.raises(ValueError, match=message):
-            use(where)
+@pytest.mark.parametrize(("model", "options", "paths"), TRAINED)
+def test_what_is_trained(model: Any, options: dict[str, Any], paths: tuple[str, ...]):
+    assert tp.layout(model, **options).paths == paths
+    if options.keys() == {"trainable"}:
+        assert tuple(tp.trainables(model, options["trainable"])) == paths
 
 
 def test_a_mask_is_tried_first_and_is_over_declarations():
-    nothing, everything = (jax.tree.map(lambda _, word=word: word, net()) for word in (False, True))
+    nothing, everything = (jax.tree.map(lambda _, word=word: word, NET) for word in (False, True))
     head = eqx.tree_at(lambda m: (m.head.weight, m.head.bias), nothing, (True, True))
     of_numpy = jax.tree.map(np.bool_, head)
     of_others_too = eqx.tree_at(lambda m: (m.steps, m.act), head, (True, True))  # which are no parameters
-    for mask in (head, of_numpy, of_others_too, tp.layout(net(), "head").mask):
+    for mask in (head, of_numpy, of_others_too, tp.layout(NET, "head").mask):
         assert callable(mask)
-        assert tp.layout(net(), mask) == tp.layout(net(), "head")
-    assert tp.layout(net(), everything).paths == (*BODY, *HEAD, "scale")
-    assert tp.layout(net(), everything, freeze="body", thaw="body.0.bias").paths == ("body.0.bias", *HEAD, "scale")
+        assert tp.layout(NET, mask) == tp.layout(NET, "head")
+    assert tp.layout(NET, everything).paths == (*BODY, *HEAD, "scale")
+    assert tp.layout(NET, everything, freeze="body", thaw="body.0.bias").paths == ("body.0.bias", *HEAD, "scale")
 
 
-def test_masks_of_trees_that_are_other_wheres_too():
-    pair = [ramp(1), ramp(1)]
-    assert tp.layout(pair, [True, False]).paths == ("0",)
-    assert tp.layout(tuple(pair), (False, True)).paths == ("1",)
-    assert tp.layout(ramp(1), True).paths == ("",)
-    assert tp.layout({"a": pair, "n": None}, {"a": [False, True], "n": None}).paths == ("a.1",)
-
-
-# -- Freeze, then thaw
-
-
-def test_freeze_then_thaw_before_anything_is_checked_and_the_last_word_wins():
-    shared = ramp(2)
-    model = {"encoder": {"embed": shared, "w": ramp(2)}, "head": shared}
-    words = {"freeze": "encoder", "thaw": "encoder.embed"}  # between the two the tie is half frozen
-    assert tp.layout(model, **words).paths == ("encoder.embed",)
-    assert tp.layout(model, tp.layout(model), **words) == tp.layout(model, **words)
-    assert tp.layout(model, "head", thaw="encoder.embed").paths == ("encoder.embed",)
-    assert tp.layout(net(), "head", thaw="scale").paths == (*HEAD, "scale")
-    given = tp.layout(model, ties={"encoder.w": "head"})
-    assert tp.layout(model, given).ties == {"head": ("encoder.embed", "encoder.w")}
-    assert tp.layout(net(), "body", freeze="body.0", thaw=["scale", "body.0.bias"]).paths == (*BODY[1:], "scale")
-    assert tp.layout(net(), thaw="head.bias", freeze="**").paths == HEAD[1:]
-    layout = tp.layout(net())
-    assert tp.layout(net(), freeze="scale", thaw="scale") == layout.thaw("scale") != layout
+def test_the_last_word_wins():
+    layout = tp.layout(NET)
+    assert tp.layout(NET, freeze="scale", thaw="scale") == layout.thaw("scale") != layout
     assert layout.thaw("scale").freeze("scale") == layout.freeze("body").thaw("body") == layout
     assert layout.freeze("**").size == 0
     assert layout.freeze("**").thaw("head").freeze("head.bias").paths == HEAD[:1]
-
-
-# -- A given layout
+    words = {"freeze": "encoder", "thaw": "encoder.embed"}
+    assert tp.layout(CODER, tp.layout(CODER), **words) == tp.layout(CODER, **words)
+    given = tp.layout(CODER, ties={"encoder.w": "head"})
+    assert tp.layout(CODER, given).ties == {"head": ("encoder.embed", "encoder.w")}
 
 
 def test_inside_plain_jit_a_layout_made_outside_knows_what_is_lost_there():
-    shared = ramp(2)
-    model = {"a": shared, "b": shared, "n": [0.5, 2]}  # the tie and that `n` is no array
+    model = {"a": _shared, "b": _shared, "n": [0.5, 2]}  # the tie and that `n` is no array
     layout = tp.layout(model)
     inside = jax.jit(lambda model: tp.grad(lambda m: jnp.sum(m["a"] + m["b"]) * m["n"][0], layout)(model))(model)
     assert inside["b"] is inside["n"][0] is None
     assert inside["a"].tolist() == [1.0, 1.0]
 
 
+def test_leaves_by_shape_and_path():
+    seen, threshold = [], [1]
+
+    def is_large(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
+        seen.append((path, leaf.shape, leaf.dtype))
+        return leaf.ndim > threshold[0]
+
+    rule = tp.leaves(is_large)
+    assert tp.layout(NET, rule).paths == WEIGHTS
+    assert seen == [(path, tp.layout(NET, thaw="**")[path].shape, jnp.float32) for path in (*BODY, *HEAD, "scale")]
+    threshold[0] = 0  # a rule may close over what changes: it is asked anew each time
+    assert tp.layout(NET, rule).paths == (*BODY, *HEAD)
+
+
+# -- What selects nothing, or half of a tie
+
+
 def test_other_lists_need_one_that_selects():
-    layout, (vector, restructure) = tp.layout(net()), tp.ravel(net())
+    layout, (vector, restructure) = tp.layout(NET), tp.ravel(NET)
     assert layout.freeze("**").thaw(["**", "!scale", "!head"]).paths == BODY
     assert layout.freeze(["!head.bias", "head"]).paths == (*BODY, HEAD[1])
     assert layout.indices(["head", "!head.weight"]).tolist() == [14]
@@ -178,43 +178,191 @@ def test_other_lists_need_one_that_selects():
             use(["head", "!head"])
 
 
-def test_what_takes_away_takes_from_what_is_declared():
-    for where, selected in (("!head", BODY), (["!head", "!body.0"], BODY[2:]), ("!**.bias", WEIGHTS)):
-        assert tp.layout(net(), where).paths == tuple(tp.trainables(net(), where)) == selected
-    assert tp.layout(net(), "!head", thaw="scale").paths == (*BODY, "scale")
-    with pytest.raises(ValueError, match="selects nothing: everything is excluded or declared frozen"):  # as `scale` is
-        tp.layout({"net": net(), "x": ramp(1)}, [re.compile("net.(scale|head.*)"), "!net.head"])
-    assert tp.layout({"!a": ramp(1), "b": ramp(1)}, '"!a"').paths == ('"!a"',)
-    for where in ("!**", ["head", "!head"]):
-        with pytest.raises(ValueError, match=r"selects nothing: everything is excluded"):
-            tp.layout(net(), where)
-
-
-def test_leaves_by_shape_and_path():
-    seen = []
-
-    def is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
-        seen.append((path, leaf.shape, leaf.dtype))
-        return leaf.ndim >= 2
-
-    assert tp.layout(net(), tp.leaves(is_matrix)).paths == WEIGHTS
-    assert seen == [(path, tp.layout(net(), thaw="**")[path].shape, jnp.float32) for path in (*BODY, *HEAD, "scale")]
-    threshold = [1]
-    rule = tp.leaves(lambda path, leaf: leaf.ndim > threshold[0])
-    assert tp.layout(net(), rule).paths == WEIGHTS
-    threshold[0] = 0  # a rule may close over what changes: it is asked anew each time
-    assert tp.layout(net(), rule).paths == (*BODY, *HEAD)
-
-
-def test_positions_in_a_list_count_from_the_end():
-    net = {"blocks": [{"w": jnp.ones(2)}, {"w": jnp.ones(2)}, (jnp.ones(2), jnp.ones(3))], "-1": jnp.ones(4)}
-    for where, paths in (
-        ("blocks.-1", ("blocks.2.0", "blocks.2.1")),
-        ("blocks.-1.-2", ("blocks.2.0",)),
-        ("**.-3.w", ("blocks.0.w",)),
-        (["blocks", "!blocks.-1"], ("blocks.0.w", "blocks.1.w")),
-        ("-1", ("-1",)),
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("heat.weight", r"'heat.weight' selects nothing; nearest: 'head.weight'"),
+        (lambda m: None, r"^lambda at test_select.py:\d+ selects nothing; the model's parameters are 'body.0.weight'"),
+        (lambda m: (m.act, m.steps), r"no parameter, only 'act' \(function, not an array\); only floating"),
+        (["head", "boddy"], r"'boddy' selects nothing; nearest: 'body"),
+        (["body", "!boddy"], r"'boddy' selects nothing"),
+        ("body.-3", r"'body.-3' selects nothing; nearest"),
+    ],
+)
+def test_what_selects_nothing_says_so(where: Any, message: str):
+    layout = tp.layout(NET)
+    for use in (
+        layout.freeze,
+        layout.thaw,
+        lambda where: tp.layout(NET, where),
+        lambda where: tp.layout(NET, freeze=where),
+        lambda where: tp.layout(NET, thaw=where),
+        lambda where: tp.ravel(NET, where),
     ):
-        assert tp.layout(net, where).paths == paths
-    with pytest.raises(ValueError, match=r"'blocks.-4' selects nothing; nearest"):
-        tp.layout(net, "blocks.-4")
+        with pytest.raises(ValueError, match=message):
+            use(where)
+
+
+WITHIN = {"net": NET, "x": ramp(1)}
+REFUSED = [
+    (TIED, {"freeze": lambda m: m["a"]}, "'a' is frozen and 'b' is trained"),
+    (TIED, {"freeze": tp.leaves(lambda path, leaf: path == "a")}, "'a' is frozen and 'b' is trained"),
+    # As `scale` is declared frozen.
+    (WITHIN, {"trainable": [re.compile("net.(scale|head.*)"), "!net.head"]}, "everything is excluded or declared froz"),
+    (NET, {"trainable": "!**"}, "selects nothing: everything is excluded"),
+    (NET, {"trainable": ["head", "!head"]}, "selects nothing: everything is excluded"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "words"), REFUSED)
+def test_half_of_a_tie_and_lists_that_leave_nothing_are_refused(model: Any, options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        tp.layout(model, **options)
+
+
+# -- What layouts, masks, ties and the halves of a model refuse; beside `tests/test_mistakes.py` -----------------------
+
+DICT = {"a": ramp(2), "b": {"c": ramp(2)}, "n": None}
+SHARED = {"online": {"w": (shared := ramp(2)), "b": ramp(1)}, "target": {"w": shared}}
+SQUARES = {name: ramp(2, 2) for name in "abcd"}
+OTHERS = {"wide": ramp(2, 3), "tall": ramp(3, 2), "again": SQUARES["a"], "count": np.arange(2), "node": {"x": ramp(2)}}
+PARAMS, REST = tp.partition(Pair(ramp(2), Norm(ramp(1), ramp(1))))
+APART = tp.layout({"a": ramp(2), "b": ramp(2)})
+HALF = r"'online.w' is trained and 'target.w' is frozen.*one array.*tp\.copy.*\['online.w', 'target.w'\]\), or thaw="
+
+
+class Codec(eqx.Module):
+    encoder: Any
+    decoder: Any = tp.field(tied_to="encoder", transform=jnp.transpose)
+
+
+class Language(eqx.Module):
+    weight: Any
+    bias: Any
+
+
+@dataclasses.dataclass
+class Nameless:
+    mean: Any = dataclasses.field(metadata={"trainable": False})
+
+
+jtu.register_pytree_node(Nameless, lambda node: ((node.mean,), None), lambda _, children: Nameless(*children))
+
+
+class Wrong(eqx.Module):
+    weight: Any = eqx.field(metadata={"trainable": "no"})
+
+
+class Promised(eqx.Module):
+    value: Any = tp.field(trainable=True)
+
+
+FROZEN = r"selects only leaves that are declared frozen \('scale' \(float32\[1\]\)\); .*tp\.layout\(model, thaw="
+NOT_IN_JAX = r"'a.0' is a NumPy array of .*, which JAX does not support; convert it, or hold it"
+PROMISE = r"{}\) is declared trainable=True, .* write tp.field\(trainable=True, converter=jnp."
+
+# Rows of one kind.
+tied = lambda ties, words: (lambda: tp.layout(SQUARES | OTHERS, ties=ties), ValueError, words)
+masked = lambda mask, words, error=ValueError: (lambda: tp.layout(DICT, mask), error, words)
+unfit = lambda model, words: (lambda: tp.layout(model, tp.layout({"a": ramp(2), "n": 5})), ValueError, words)
+frozen_alone = lambda where: (lambda: tp.layout(NET, where), ValueError, FROZEN)
+half = lambda make: (lambda: make(SHARED), ValueError, HALF)
+combined = lambda params, words, rest=REST, error=ValueError: (lambda: tp.combine(params, rest), error, words)
+unread = lambda path: (lambda: tp.layout({"a": ramp(2)}, path), ValueError, "the path .* cannot be read")
+named = lambda *keys: collections.OrderedDict((key, ramp(1)) for key in keys)
+of_one_text = lambda model, words: (lambda: tp.layout(model), ValueError, words)
+not_in_jax = lambda dtype: (lambda: tp.ravel({"a": [np.zeros(2, dtype)], "w": ramp(2)}), TypeError, NOT_IN_JAX)
+promised = lambda value, words: (
+    lambda: tp.layout([Promised(value), ramp(2)], freeze="**"),
+    TypeError,
+    PROMISE.format(words),
+)
+projected = lambda entry, error, words: (lambda: tp.project({"w": ramp(2)}, {"w": entry}), error, words)
+back = lambda entry, error, words: (lambda: tp.ravel({"w": ramp(2)})[1].ravel_gradient({"w": entry}), error, words)
+
+
+ROWS = [
+    # paths
+    (lambda: tp.layout(NET)["head.wieght"], KeyError, "'head.wieght' is not a path of the model; nearest: 'head.weig"),
+    (lambda: tp.layout(NET)["scale"], KeyError, r"'scale' is frozen, so it has no slot; layout.thaw\('scale'\) gives"),
+    (lambda: tp.layout(NET)["steps"], KeyError, r"'steps' \(int32\[\]\) is not a parameter"),
+    *map(unread, ('"a', '"a.b', 'x."a', '"a"b', '"a""b".c', 'layers."a"b.0', r'"\q"')),
+    of_one_text(named(1, "1"), r"\[1\] and \['1'\] of the root have the same text in a path, '1'"),
+    of_one_text(named(True, "True"), r"of the root have the same text in a path, 'True'"),
+    of_one_text({"a": [named("b", 1.5, "1.5")]}, r"of the node at 'a\.0' have the same text"),
+    *map(not_in_jax, ([("x", "f4")], ">f4", np.longdouble, ">c8")),
+    # declarations
+    promised(np.arange(3), r"'0.value' \(int\d\d\[3\]"),
+    promised(jax.random.key(0), r"'0.value' \(key<fry>\[\]"),
+    promised([0.1, 0.2], r"'0.value.0' \(float, not an array"),
+    (lambda: tp.field(tied_to="a", static=True), ValueError, r"is not part of the tree: drop .* or `tied_to=`"),
+    (lambda: tp.layout(Nameless(ramp(2))), TypeError, "Nameless declares which fields .* without field names"),
+    (lambda: tp.layout(Wrong(ramp(2))), TypeError, r"Wrong.weight: `trainable` must be True or False, got 'no'"),
+    (lambda: tp.declare(Language, freeze=("bias", "wieght.*")), ValueError, "Language has no field for 'wieght.*neare"),
+    (lambda: tp.declare(Language, ties={"bias": "wieght.0"}), ValueError, "no field for 'wieght.0'; nearest: 'weight'"),
+    (lambda: tp.declare(Codec, ties={"decoder": 3}), TypeError, "tp.declare, 'decoder': a tie needs a path .*, got 3"),
+    # masks, and what selects frozen leaves alone
+    masked({"a": True, "b": {"c": True, "d": True}}, r"'b.d' is only in the mask"),
+    masked({"a": True, "b": {"c": True}, "n": True}, r"'n' is None in the model, .* in the mask"),
+    masked({"a": True, "b": Pair(True, True)}, r"'b' is a dict in the model, a Pair in the mask"),
+    masked({"a": 1, "b": {"c": True}, "n": None}, r"Python bools, got .*int; write jax.tree.map\(bool, mas", TypeError),
+    (lambda: tp.layout([ramp(1)] * 1, (True,)), ValueError, "the root is a list in the model, a tuple in the mask"),
+    *map(frozen_alone, ("scale", re.compile("scale"), lambda m: m.scale, ["head", "scale"])),
+    # ties
+    tied({"b": "A"}, r"a tie names 'A', where the model has no leaf; nearest: "),
+    tied({"node": "a"}, r"a tie names 'node', where the model has a node; name an array in it; nearest: 'node.x'"),
+    tied({"count": "a"}, r"a tie names 'count' \(int32\[2\]\), which is not a parameter"),
+    tied({"wide": ("tall", jnp.negative)}, r"'wide' is float32\[2,3\] .* 'tall', which is float32\[3,2\] after neg"),
+    tied({"a": "b", "b": ("c", jnp.transpose), "c": "a"}, r"the ties of '[abc]' form a cycle; name one path as"),
+    tied({"again": ("a", jnp.transpose)}, r"'again' and 'a' are one array already, so one cannot be transpose of the"),
+    tied({"a": "b", "again": "c"}, r"'again' is tied twice: to 'b' and to 'c'"),
+    (lambda: tp.layout(SQUARES, ties={"b": ("a", "b")}), TypeError, r"a tie needs a path such as .*, got \('a', 'b'\)"),
+    (lambda: tp.layout(Codec(ramp(2), [ramp(2)])), TypeError, r"'decoder' tied to 'encoder', but it is a node, not"),
+    (lambda: tp.layout(Codec(None, ramp(2))), ValueError, r"a tie names 'encoder', where the model has no leaf"),
+    (lambda: tp.layout(Codec(ramp(2, 3), ramp(3, 2)), Codec(True, False)), ValueError, "decoder' is transpose of 'enc"),
+    (lambda: tp.tie(Codec(ramp(1), ramp(1)), "decode", to="encoder"), ValueError, "'decode'.* nearest: 'decoder'"),
+    (lambda: tp.tie({"a": ramp(2)}, tp.layout(SQUARES)), ValueError, "does not fit the layout"),
+    (
+        lambda: tp.tie(SQUARES, "b", to="a", transform=jnp.negative),
+        ValueError,
+        r"an array cannot record that 'b' is negative of 'a'.*tied_to=\"a\".*ties=\{\"b\": \(\"a\", jnp.negative\)",
+    ),
+    half(lambda model: tp.layout(model, "online")),
+    half(lambda model: tp.layout(model, {"online": {"w": True, "b": True}, "target": {"w": False}})),
+    half(lambda model: tp.layout(model, freeze="target")),
+    half(lambda model: tp.layout(model, freeze="**", thaw="online")),
+    half(lambda model: tp.layout(model).freeze("target")),
+    # a given layout
+    (lambda: tp.layout(DICT, tp.layout(DICT), ties={"a": "b.c"}), ValueError, "has its ties already; pass `ties` wh"),
+    (lambda: tp.ravel({"a": shared, "b": shared}, APART), ValueError, r"are one array, but .* with ties=\{'b': 'a'\}"),
+    unfit({"a": ramp(3), "n": 5}, r"does not fit the layout[^$]*'a' is float32\[2\] in the first, float32\[3\]"),
+    unfit({"a": ramp(2), "m": 5}, r"does not fit[^$]*'n' is only in the first[^$]*'m' is only in the second"),
+    unfit([ramp(1)] + [0.5] * 200, r"make the layout from this model, tp.layout\(model\)[^$]*\.\.\. and 199 more"),
+    unfit({"a": 1.0, "n": 5}, r"'a' is float32\[2\] in the first, no array in the second"),
+    unfit(collections.OrderedDict(a=ramp(2), n=0.5), r"is a dict in the first, a OrderedDict in the second"),
+    # the halves
+    combined({}, r"each of the 2 trained parameters, found none for 'first', 'second\.scale'"),
+    combined({**PARAMS._asdict(), "third": 1.0}, "entry at 'third', where the model has no leaf"),
+    combined(PARAMS._replace(first=ramp(3)), r"expected float32\[2\] at 'first', got float32\[3\]"),
+    combined(PARAMS._replace(first=ramp()), r"expected float32\[2\] at 'first', got float32\[\]"),
+    combined(REST, "expected the Rest of tp.partition, got Pair; the parameters come first", PARAMS, TypeError),
+    combined(PARAMS, "expected the Rest of tp.partition, got int", 3, TypeError),
+    *[
+        row
+        for use in (projected, back)
+        for row in (
+            use(np.ones(3, "f"), ValueError, r"expected float32\[2\] at 'w', got float32\[3\]"),
+            use(0.5, ValueError, r"expected float32\[2\] at 'w', got float of shape \(\)"),
+            use("adam", TypeError, "expected an array at 'w', got str"),
+        )
+    ],
+    (lambda: tp.project(DICT, {}, missing=0), ValueError, 'missing must be None or "zeros", got 0'),
+]
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.filterwarnings("ignore:Using `field")
+@pytest.mark.parametrize(("call", "error", "words"), ROWS)
+def test_what_is_refused(call: Any, error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        call()

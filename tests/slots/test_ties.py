@@ -1,19 +1,29 @@
-"""Ties: how they arise, that they are trained or frozen as a whole, and what no tie can be."""
+"""Ties: how they arise, that they are trained or frozen as a whole, what no tie can be; and accidents with them."""
 
+import copy
 import dataclasses
+import io
+import itertools
+import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import treeparams as tp
-from treeparams import sharding
+from treeparams import optim, sharding
+from treeparams._slots import accidents
 
-from ..zoo import Norm, Pair, first_devices, ramp as leaf
+from .. import verbs
+from ..verbs import VERBS
+from ..zoo import Norm, Pair, first_devices, ramp
 
 
 class Codec(eqx.Module):
@@ -31,21 +41,21 @@ class Declares(eqx.Module):
     shifted: Any = tp.field(tied_to="inner.encoder", default=None)
 
 
-codec = lambda: Codec(leaf(2, 3), leaf(3, 2))
-squares = lambda: {name: leaf(2, 2) for name in "abcd"}
-shared = lambda: (lambda array: {"online": {"w": array, "b": leaf(1)}, "target": {"w": array}})(leaf(2))
+codec = lambda: Codec(ramp(2, 3), ramp(3, 2))
+squares = lambda: {name: ramp(2, 2) for name in "abcd"}
+shared = lambda: {"online": {"w": (array := ramp(2)), "b": ramp(1)}, "target": {"w": array}}
 
 
 def test_the_same_array_is_tied_wherever_it_stands():
-    array, view = leaf(2, 2), np.array(leaf(2, 2))
-    model = {"a": [array, view], "b": Pair(array, (view, array)), "c": leaf(2, 2)}
+    array, view = ramp(2, 2), np.array(ramp(2, 2))
+    model = {"a": [array, view], "b": Pair(array, (view, array)), "c": ramp(2, 2)}
     assert tp.layout(model).ties == {"a.0": ("b.first", "b.second.1"), "a.1": ("b.second.0",)}
     assert tp.layout(model).paths == ("a.0", "a.1", "c")
 
 
 def test_what_only_looks_the_same_never_ties():
-    array, numpy, number, integers, key = leaf(2, 2), np.ones((2, 2)), 0.5, np.arange(2), jax.random.key(0)
-    never = [leaf(2, 2), array, array.copy(), array.T, array[:2, :1], jnp.asarray(np.asarray(array))]
+    array, numpy, number, integers, key = ramp(2, 2), np.ones((2, 2)), 0.5, np.arange(2), jax.random.key(0)
+    never = [ramp(2, 2), array, array.copy(), array.T, array[:2, :1], jnp.asarray(np.asarray(array))]
     never += [numpy, numpy[:], numpy.T, numpy.view(), [number, number, np.float32(1)], integers, integers, key, key]
     assert tp.layout(never).ties == {}
     assert len(tp.layout(never).paths) == 10
@@ -69,8 +79,8 @@ def test_the_path_named_as_source_is_the_slot():
 
 
 def test_ties_that_a_field_declares():
-    inner = {"encoder": leaf(2, 3)}
-    model = [Declares(leaf(2, 3), leaf(3, 2), inner, leaf(2, 3)), {"k": Declares(leaf(2, 3), leaf(3, 2))}]
+    inner = {"encoder": ramp(2, 3)}
+    model = [Declares(ramp(2, 3), ramp(3, 2), inner, ramp(2, 3)), {"k": Declares(ramp(2, 3), ramp(3, 2))}]
     assert tp.layout(model).ties == {
         "0.encoder": ("0.decoder",),
         "0.inner.encoder": ("0.shifted",),
@@ -79,14 +89,14 @@ def test_ties_that_a_field_declares():
     tied = tp.tie(model)[0]
     np.testing.assert_array_equal(tied.decoder, tied.encoder.T)
     assert tied.shifted is tied.inner["encoder"] is inner["encoder"]
-    nothing = Declares(leaf(2, 3), None)  # nothing there is no alias
+    nothing = Declares(ramp(2, 3), None)  # nothing there is no alias
     assert tp.layout(nothing).ties == {}
     assert tp.tie(nothing).encoder is nothing.encoder
 
     class Narrower(Declares):
         decoder: Any = tp.field(trainable=False)  # a field defined anew is declared anew
 
-    assert tp.layout(Narrower(leaf(2, 3), leaf(3, 2))).ties == {}
+    assert tp.layout(Narrower(ramp(2, 3), ramp(3, 2))).ties == {}
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass
@@ -94,12 +104,11 @@ def test_ties_that_a_field_declares():
         a: Any
         b: Any = dataclasses.field(metadata={"tied_to": "a"})
 
-    assert tp.layout(NoModule(leaf(2), leaf(2))).ties == {"a": ("b",)}
+    assert tp.layout(NoModule(ramp(2), ramp(2))).ties == {"a": ("b",)}
 
 
 def test_a_declared_tie_holds_where_arrays_no_longer_tell():
-    loss = lambda m: jnp.sum(m.encoder * 2) + jnp.sum(m.decoder * 3)
-    grads = jax.jit(tp.grad(loss))(codec())  # a plain `jit`, and no layout
+    grads = jax.jit(tp.grad(lambda m: jnp.sum(m.encoder * 2) + jnp.sum(m.decoder * 3)))(codec())  # a plain `jit`
     np.testing.assert_array_equal(grads.encoder, np.full((2, 3), 5.0))
     assert grads.decoder is None
     assert tp.layout(grads).paths == ("encoder",)  # a canonical tree is a model too
@@ -131,56 +140,57 @@ def test_ties_of_frozen_parameters_are_remembered_and_an_alias_with_a_transform_
     assert jax.tree.leaves(frozen.mask) == [False, False]
 
 
-@pytest.mark.parametrize("transform", [None, jnp.transpose])
-@pytest.mark.parametrize("end", ["embed", "head", "body.head"])
-def test_a_tie_that_is_said_is_named_by_either_end(end: str, transform: Any):
-    """By its source, or by its alias alone, also by a node that holds nothing else."""
-    alias = "head" if end == "embed" else end
-    head = {"head": leaf(3, 2) if transform else leaf(2, 3)}
-    model: Any = {"embed": leaf(2, 3), "bias": leaf(2)} | (head if alias == "head" else {"body": head})
-    ties: Any = {alias: ("embed", transform) if transform else "embed"}
-    layout = tp.layout(model, ties=ties)
-    assert layout.ties == {"embed": (alias,)}
-    bias, mesh = layout.freeze("embed"), jax.make_mesh((2,), ("data",), devices=first_devices(2))
-    for node in dict.fromkeys((end, end.split(".")[0])):
-        assert layout.freeze(node) == bias == layout.freeze(["**", "!bias"])
-        assert bias.thaw(node) == layout == layout.freeze("**").thaw(["**"]) != layout.freeze(["**", f"!{node}"])
-        assert tp.layout(model, f"!{node}", ties=ties).size == 2
-        assert tp.layout(model, node, ties=ties).paths == ("embed",)
-        assert layout.indices(node).tolist() == layout.indices("embed").tolist()
-        vector, restructure = tp.ravel(tp.tie(model, layout), layout)
-        assert list(restructure.view(vector)[f"{node}.**"]) == ["embed"]
-        stacks, _ = tp.stack(model, layout, groups={"tied": node, "rest": "**"})
-        assert jax.tree.map(jnp.shape, stacks) == {"tied": {"float32[2,3]": (1, 2, 3)}, "rest": {"float32[2]": (1, 2)}}
-        plan = sharding.plan(layout, mesh, {node: "split", "**": "whole"})
-        assert plan.replicated.keys() == {"bias"}
-
-
 class Language(eqx.Module):
     embed: Any
     head: Any = tp.field(tied_to="embed")
     bias: Any = None
 
 
-def test_a_declared_tie_is_named_by_either_end():
-    apart = Language(leaf(2, 3), leaf(2, 3), leaf(2))
-    for model, end in ((model, end) for model in (apart, tp.tie(apart)) for end in ("embed", "head")):
-        assert tp.layout(model, freeze=end).paths == tp.layout(model, f"!{end}").paths == ("bias",)
-        assert tp.layout(model, freeze=["head", "embed"]).paths == ("bias",)
-        assert tp.layout(model, f"!{end}").size == 2
-        grads = tp.grad(lambda m: jnp.sum(m.embed) + jnp.sum(m.head), end)(model)
-        assert grads.bias is None is grads.head
-        assert grads.embed.tolist() == [[2.0] * 3] * 2
+def said(end: str, transform: Any) -> Any:
+    """A model, its ties, and what names the tie: its source, its alias, or a node that holds nothing else."""
+    alias = "head" if end == "embed" else end
+    head = {"head": ramp(3, 2) if transform else ramp(2, 3)}
+    model = {"embed": ramp(2, 3), "bias": ramp(2)} | (head if alias == "head" else {"body": head})
+    return model, {alias: ("embed", transform) if transform else "embed"}, list(dict.fromkeys((end, end.split(".")[0])))
+
+
+SAID = [said(end, transform) for end in ("embed", "head", "body.head") for transform in (None, jnp.transpose)]
+DECLARED = Language(ramp(2, 3), ramp(2, 3), ramp(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "ties", "names"), [*SAID, *((model, None, ["embed", "head"]) for model in (DECLARED, tp.tie(DECLARED)))]
+)
+def test_a_tie_that_is_said_or_declared_is_named_by_either_end(model: Any, ties: Any, names: list[str]):
+    layout = tp.layout(model, ties=ties)
+    assert layout.ties == {"embed": tuple(ties or ["head"])}
+    bias, mesh = layout.freeze("embed"), jax.make_mesh((2,), ("data",), devices=first_devices(2))
+    assert bias.paths == ("bias",)
+    total = tp.grad(lambda model: sum(map(jnp.sum, jax.tree.leaves(model))), tp.layout(model, names[0], ties=ties))
+    assert [grads.tolist() for grads in jax.tree.leaves(total(model))] == [[[2.0] * 3] * 2]
+    for name in names:
+        assert layout.freeze(name) == bias == layout.freeze(["**", "!bias"]) == tp.layout(model, freeze=name, ties=ties)
+        assert bias.thaw(name) == layout == layout.freeze("**").thaw(["**"]) != layout.freeze(["**", f"!{name}"])
+        assert tp.layout(model, f"!{name}", ties=ties) == bias
+        assert tp.layout(model, name, ties=ties).paths == ("embed",)
+        assert layout.indices(name).tolist() == layout.indices("embed").tolist()
+        vector, restructure = tp.ravel(tp.tie(model, layout), layout)
+        assert list(restructure.view(vector)[f"{name}.**"]) == ["embed"]
+        stacks, _ = tp.stack(model, layout, groups={"tied": name, "rest": "**"})
+        assert jax.tree.map(jnp.shape, stacks) == {"tied": {"float32[2,3]": (1, 2, 3)}, "rest": {"float32[2]": (1, 2)}}
+        plan = sharding.plan(layout, mesh, {name: "split", "**": "whole"})
+        assert plan.replicated.keys() == {"bias"}
+    assert tp.layout(model, freeze=[*names, "embed"], ties=ties) == bias
 
 
 def test_a_word_for_a_node_is_no_word_for_an_alias_with_a_transform_below_it():
     ties = {"mean.w": ("scale", jnp.transpose)}
-    model = {"mean": {"w": leaf(3, 2), "b": leaf(2)}, "scale": leaf(2, 3)}
+    model = {"mean": {"w": ramp(3, 2), "b": ramp(2)}, "scale": ramp(2, 3)}
     assert tp.layout(model, freeze="mean", ties=ties).mask == {"mean": {"w": True, "b": False}, "scale": True}
     assert tp.layout(model, "mean", ties=ties).mask == {"mean": {"w": False, "b": True}, "scale": False}
     assert tp.layout(Norm(**model), ties=ties).ties == {"scale": ("mean.w",)}
     with pytest.raises(ValueError, match=r"'mean.w' is transpose of 'scale', its source"):
-        tp.layout(Norm(leaf(2, 3), {"w": leaf(3, 2)}), ties=ties)  # said of nothing else
+        tp.layout(Norm(ramp(2, 3), {"w": ramp(3, 2)}), ties=ties)  # said of nothing else
 
 
 # -- tie, untie
@@ -203,10 +213,256 @@ def test_tie_sets_what_a_class_or_a_layout_says():
     for declared in (tp.tie(codec()), tp.tie(codec(), "decoder", to="encoder", transform=jnp.transpose)):
         np.testing.assert_array_equal(declared.decoder, declared.encoder.T)
     assert tp.layout(tp.untie(declared)).ties == {"encoder": ("decoder",)}
-    model = {"a": leaf(2, 3), "b": leaf(3, 2), "c": leaf(2, 3), "frozen": leaf(1), "too": leaf(1)}
+    model = {"a": ramp(2, 3), "b": ramp(3, 2), "c": ramp(2, 3), "frozen": ramp(1), "too": ramp(1)}
     ties = {"b": ("a", jnp.transpose), "c": "a", "too": "frozen"}
     tied = tp.tie(model, tp.layout(model, freeze=["frozen", "too"], ties=ties))
     np.testing.assert_array_equal(tied["b"], tied["a"].T)
     assert tied["c"] is tied["a"] is model["a"]
     assert tied["too"] is tied["frozen"]
     assert tp.layout(tied).ties == {"a": ("c",), "frozen": ("too",)}
+
+
+# -- Accidents: arrays that are one though nobody says so, and arrays that are two though nobody said so ---------------
+
+zeros = lambda *shape: jnp.zeros(shape)
+warned = lambda words: pytest.warns(UserWarning, match=words)
+one_array = lambda *paths: warned(".*".join(map(repr, paths)) + " are one array, whose elements")
+lost = lambda *paths: warned(" and ".join(map(repr, paths)) + " were one array")
+with_equal_biases = lambda zero: {"w": ramp(3, 3), "b1": zero, "b2": zero}
+
+
+class Tower(eqx.Module):
+    layers: Any
+    norm: Any = None
+    head: Any = tp.field(tied_to="layers.0", default=None)
+
+
+class Block(eqx.Module):
+    norm: Any
+    weight: Any
+    bias: Any
+
+
+block = lambda bias=None: Block(jnp.ones(3), ramp(3, 3), zeros(3) if bias is None else bias)
+table = lambda: tp.tie({"w": ramp(2), "a": zeros(2), "b": zeros(2), "c": zeros(2)}, "b", to="a")
+
+# -- One array, though nobody says so ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_one_initial_array_for_two_biases_is_noticed_once(verb: str):
+    model = with_equal_biases(zeros(3))
+    remedies = r"tp.untie\(model\), .*tied_to=.*tp.tie\(model, 'b2', to='b1'\).*, ties={'b2': 'b1'}"
+    with warned(f"^'b1' and 'b2' are one array, whose elements .*{remedies}") as caught:
+        VERBS[verb](model)
+    assert [each.filename for each in caught] == [verbs.__file__]  # it points at the caller
+    for again in (model, with_equal_biases(jnp.ones(4)), {"net": model, "temperature": ramp(2)}):
+        tp.layout(again)
+
+
+ACCIDENTS = {
+    "biases of a net": (lambda: Tower([block(no := zeros(3)), block(no), block(no)]), [0, 1, 2], "layers.{}.bias"),
+    "a NumPy array": (lambda: with_equal_biases(np.zeros(3, np.float32)), [1, 2], "b{}"),
+    "beside a declared tie": (lambda: Tower([no := zeros(2)], no, no), ["layers.0", "norm"], "{}"),
+    "two norms": (lambda: [Block(no := zeros(3), ramp(2), ramp(2)), Block(no, *ramp(2, 2))], [0, 1], "{}.norm"),
+    "nodes of zeros alone": (lambda: Tower({"a": (no := [zeros(2), zeros()]), "c": no}), ["a", "c"], "layers.{}.0"),
+}
+
+
+@pytest.mark.parametrize(("make", "numbers", "name"), ACCIDENTS.values(), ids=ACCIDENTS)
+def test_one_number_throughout_is_no_shared_parameter(make: Callable[[], Any], numbers: list[Any], name: str):
+    paths = list(map(name.format, numbers))
+    with one_array(*paths):
+        assert tp.layout(make()).ties[paths[0]][: len(paths) - 1]  # a tie it stays
+
+
+@pytest.mark.parametrize("copies", [lambda one: [one] * 4, lambda one: {"online": one, "target": one}])
+def test_an_ensemble_that_is_one_member_is_noticed(copies: Callable[[Any], Any]):
+    model = copies({"w": ramp(2, 3), "f": jnp.tanh, "layers": [ramp(3)]})
+    with warned(r"are one array, in nodes that are the same throughout.*= tp.untie\(model\)"):
+        tp.ravel(model)
+    tp.layout(model)  # once
+    assert tp.layout(jax.tree.map(tp.copy, model)).ties == {}  # as the warning asked for, so nothing was lost
+
+
+SHARED = {
+    "another value in one place": lambda: with_equal_biases(jnp.array([0.0, 0.0, 1.0])),
+    "one element, and none": lambda: [one := zeros(1), one, none := zeros(0), none, number := zeros(), number],
+    "a layer with its norm and bias": lambda: Tower([one := block(), block(), one]),
+    "a layer many times": lambda: {"embed": ramp(2), "layers": [block()] * 12},
+    "layers in a tuple of its own class": lambda: Pair(one := block(), one),
+    "a declared tie": lambda: tp.tie(Tower([zeros(2)], None, zeros(2))),
+    "tp.tie": table,
+    "tp.tie, within": lambda: {"net": table(), "w": ramp(2)},
+    "tp.tie, and then a part": lambda: tp.tie({"net": table()}, "net.c", to="net.a")["net"],
+    "frozen by its class": lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch"),
+    "integers": lambda: with_equal_biases(np.zeros(3, int)),
+    "shapes": lambda: with_equal_biases(jax.ShapeDtypeStruct((3,), jnp.float32)),
+}
+
+
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
+def test_what_is_shared_or_said_is_silent(make: Callable[[], Any]):
+    tp.layout(make())
+
+
+def test_ties_that_are_given_or_frozen_are_silent_and_values_of_others_are_read_once(monkeypatch):
+    read, values = [], accidents._values_read
+    monkeypatch.setattr(accidents, "_values_read", lambda array: read.append(array) or values(array))
+    model = with_equal_biases(zeros(3))
+    jax.eval_shape(lambda model: tp.layout(model).size, model)  # inside of a trace there is nothing to read
+    for options in ({"freeze": ["b1", "b2"]}, {"ties": {"b2": "b1"}}, {}):
+        tp.layout(model, **options)
+    tp.layout({"net": model})
+    assert not read
+    shared = {"x": ramp(2), "y": ramp(3)}
+    for _ in range(3):
+        tp.layout(shared | {"z": shared["x"]})
+        tp.layout(shared | {"z": shared["x"]}, lambda model: (model["x"], model["z"]))  # not remembered
+    assert len(read) == 1
+
+
+# -- Two arrays that were one ------------------------------------------------------------------------------------------
+
+
+_count = itertools.count()
+
+
+def tied() -> dict[str, Any]:
+    """A model of a structure that this process has not met: that of one that is known teaches nothing new."""
+    embed = ramp(2, 3)
+    return {"embed": embed, "head": embed, f"zero{next(_count)}": zeros(2)}
+
+
+def reloaded(model: Any) -> Any:
+    eqx.tree_serialise_leaves(file := io.BytesIO(), model)
+    file.seek(0)
+    return eqx.tree_deserialise_leaves(file, model)
+
+
+on_two = lambda *spec: NamedSharding(jax.make_mesh((2,), ("data",), devices=first_devices(2)), PartitionSpec(*spec))
+PART = {
+    "a file of Equinox": reloaded,
+    "tree.map": lambda model: jax.tree.map(lambda a: a * 1, model),
+    "a cast": lambda model: jax.tree.map(lambda a: a.astype(jnp.bfloat16), model),
+    "jit": jax.jit(lambda model: model),
+    "filter_jit": eqx.filter_jit(lambda model: model),
+    "filter_shard": lambda model: eqx.filter_shard(model, on_two()),
+}
+KEEP = {
+    "device_put": jax.device_put,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "tp.copy": tp.copy,
+    "tp.jit": tp.jit(lambda model: model),
+    "tp.ema": lambda model: tp.ema(tp.copy(model), model, decay=0.5),
+}
+WAYS = {
+    "layout": tp.layout,
+    "trainable": optim.trainable(optax.sgd(1.0)).init,
+    "within": lambda model: tp.layout({"net": model, "temperature": ramp(2)}),
+    "a mask": lambda model: tp.layout(model, jax.tree.map(lambda _: True, model)),
+}
+
+
+@pytest.mark.parametrize("name", [*PART, *KEEP])
+def test_operations_that_part_a_tie_are_noticed(name: str):
+    tp.layout(model := tied())
+    after = (PART | KEEP)[name](model)
+    if name in KEEP:
+        assert tp.layout(after).ties == {"embed": ("head",)}
+        return
+    assert after["embed"] is not after["head"]
+    call = r"model = tp.tie\(model, 'head', to='embed'\);.*model = tp.untie\(model\)"
+    with warned(f"^'embed' and 'head' were one array .* two, equal bit for bit.*{call}") as caught:
+        tp.layout(after)
+    assert [each.filename for each in caught] == [__file__]
+    tp.layout(after)  # once
+    tp.layout(PART["tree.map"](model))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layouts_and_optimisers_notice_it(way: str):
+    tp.layout(model := tied())
+    with lost(*("net.embed", "net.head") if way == "within" else ("embed", "head")):
+        WAYS[way](PART["tree.map"](model))
+
+
+def test_what_only_looks_at_a_model_says_nothing_of_a_tie_that_its_layout_knows():
+    embed = ramp(4, 3)
+    model = {"in": embed, "out": embed, "scale": ramp(2)}
+    state = (tx := optim.trainable(optax.sgd(0.1))).init(model)
+    train = jax.jit(lambda m, s: optim.step(tx, tp.grad(lambda m: jnp.sum(m["in"] + m["out"]), s.layout)(m), s, m))
+    model, state = train(model, state)
+    tp.summary(model), tp.replace(model, {"scale": jnp.zeros_like}), optim.report(tx, model, state)
+    with lost("in", "out"):
+        tx.init(model)
+
+
+def test_a_known_model_is_looked_at_again_when_a_tie_is_met_and_shapes_are_no_model_that_was_met_apart():
+    tp.layout(apart := {"embed": ramp(2, 3), "head": ramp(2, 3)})
+    tp.tie(apart, "head", to="embed")
+    with lost("embed", "head"):
+        tp.layout(apart)
+    model = tied()
+    for met in (shapes := jax.eval_shape(lambda: PART["tree.map"](model)), model, shapes):
+        tp.layout(met)  # of shapes nothing can be compared
+    with lost("embed", "head"):
+        tp.layout(PART["tree.map"](model))
+
+
+def test_what_untie_made_is_remembered_and_so_is_what_follows_from_it():
+    for part in (tp.untie, lambda model: tp.untie(model, "head"), lambda model: tp.untie({"net": model})["net"]):
+        tp.layout(model := tied())
+        apart = part(model)
+        for follow in (*PART.values(), *KEEP.values()):
+            assert tp.layout(follow(apart)).ties == tp.layout({"net": follow(apart)}).ties == {}
+        jax.eval_shape(tp.grad(lambda model: jnp.sum(model["embed"])), apart)
+        with lost("embed", "head"):  # tied again, it may be lost again
+            tp.layout(PART["tree.map"](tp.tie(apart, "head", to="embed")))
+    tp.layout(model := tied())
+    tp.layout(tp.untie(PART["jit"](model)))  # the remedy for a model that has lost it already
+    tp.layout(model := {"a": (a := ramp(2)), "a2": a, "b": (b := ramp(3)), "b2": b})
+    with lost("b", "b2"):  # which is another tie
+        tp.layout(PART["tree.map"](tp.untie(model, ["a", "a2"])))
+
+
+SILENT = {
+    "zeros": lambda model: {name: jnp.zeros_like(leaf) for name, leaf in model.items()},
+    "another shape": lambda model: dict.fromkeys(model, zeros(1)) | {"embed": ramp(4), "head": ramp(4)},
+    "one of another dtype": lambda model: model | {"head": model["embed"].astype(jnp.float16)},
+    "other paths": lambda model: {"embed": ramp(2, 3), "other": ramp(2, 3), "head": zeros(2)},
+    "gradients": lambda model: tp.grad(lambda model: jnp.sum(model["embed"] * model["head"]))(model),
+}
+
+
+@pytest.mark.parametrize("make", SILENT.values(), ids=SILENT)
+def test_what_is_apart_on_purpose_is_silent(make: Callable[[Any], Any]):
+    tp.layout(model := tied())
+    assert tp.layout(make(model)).ties == {}
+
+
+def test_ties_that_are_known_frozen_or_forgotten_are_not_lost():
+    tp.layout(model := tied())
+    after = PART["tree.map"](model)
+    for options in ({"ties": {"head": "embed"}}, {"freeze": "head"}, {"trainable": "embed"}):
+        tp.layout(after, **options)
+    tower = tp.tie(Tower([ramp(2)], None, ramp(2)))
+    assert tp.layout(PART["tree.map"](tower)).ties == {"layers.0": ("head",)}
+    with warned("a layout of such a model ties 'head' to 'embed'") as caught:
+        optim.trainable(optax.sgd(1.0)).init(after)
+    assert len(caught) == 1
+
+
+def test_arrays_over_several_devices_and_such_as_are_gone():
+    split = on_two("data")
+    model = jax.device_put(tied(), split)
+    with one_array("b1", "b2"):
+        tp.layout(with_equal_biases(jax.device_put(zeros(4), split)))
+    tp.layout(model := tp.tie(model, "head", to="embed"))
+    parted = model | {"head": jax.device_put(np.asarray(model["embed"]), split)}
+    with lost("embed", "head"), jax.transfer_guard("disallow"):
+        tp.layout(parted)
+    gone = {"a": (array := ramp(2) * 0), "c": array, "d": ramp(2)}
+    array.delete()
+    tp.layout(gone)
