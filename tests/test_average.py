@@ -299,24 +299,14 @@ def test_an_average_shares_no_ref_with_the_model():
     np.testing.assert_array_equal(target["mean"][...], [7, 7, 7])
 
 
-class Part(eqx.Module):
-    weight: jax.Array
-    mean: jax.Array = tp.field(trainable=False)
-    variance: jax.Array = tp.field(trainable=False)
-
-
-class Stateful(eqx.Module):
-    index: eqx.nn.StateIndex
-
-
 def of_shared_arrays():
     """Places of each kind that share an array, and others; a layer with its state, whose arrays are in both."""
     weights, means, counts = [ramp(2), ramp(2, start=2)], [ramp(2), ramp(2, start=7)], [jnp.array(0), jnp.arange(3)]
-    parts = [Part(weights[w], means[m], means[v]) for w, m, v in ((0, 0, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1))]
+    norms = [Norm(weights[w], means[m]) for w, m in ((0, 0), (0, 1), (1, 0), (1, 1))]
     flags, keys = np.array([True, False]), [jax.random.key(0), jax.random.PRNGKey(0)]
-    norm = Stateful(eqx.nn.StateIndex((means[0], counts[0])))
+    index = eqx.nn.StateIndex((means[0], counts[0]))
     others = [[counts[0], counts[1], flags, keys[0], keys[1], 0.5, True] for _ in range(2)]
-    return {"parts": parts, "others": others, "norm": norm, "state": eqx.nn.State(norm)}
+    return {"norms": norms, "others": others, "index": index, "state": eqx.nn.State(index)}
 
 
 def at_each_path(i, leaf, start):

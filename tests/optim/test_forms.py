@@ -32,7 +32,8 @@ def _net(count=3):
 
 def _model(dtype=jnp.bfloat16):
     embed, low = _normal(4, 6, seed=20), jax.device_put(np.asarray(_normal(4)).astype(dtype))
-    return _net(2) | {"decoder": embed.T, "embed": embed, "head": embed, "low": low, "scale": _normal(), "steps": 3}
+    layers, scale = _net(2)["layers"], _normal()
+    return {"decoder": embed.T, "embed": embed, "head": embed, "layers": layers, "low": low, "scale": scale, "n": 3}
 
 
 LAYOUT = tp.layout(_model(), ties={"decoder": ("embed", jnp.transpose)})
@@ -156,8 +157,6 @@ def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
     tx.init(model)
     assert len(calls) == tried + 1
 
-
-# -- Rows that wait: another layer each step in one program, and what has no gradient ----------------------------------
 
 RULE = optax.adamw(optax.linear_schedule(0.1, 0.01, 5), weight_decay=0.5)
 CLIPPED, UNCOUPLED = (STACKS(optax.chain(first, rows(RULE))) for first in (clip(0.5), optax.scale(1.0)))

@@ -111,14 +111,12 @@ def test_nothing_that_models_hold_lives_as_long_as_the_transformation():
 
 
 def test_extra_arguments_reach_what_is_within_multisteps():
-    scaled = optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(),
-        lambda grads, state, params=None, *, scale=1.0, **_: (jax.tree.map(lambda g: -scale * g, grads), state),
-    )
+    update = lambda grads, state, params=None, *, scale=1.0, **_: (jax.tree.map(lambda g: -scale * g, grads), state)
+    scaled = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     plateau, model = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), pair()
     for tx, extra in (
         (optim.trainable(optax.MultiSteps(scaled, 1)), {"scale": 0.1}),
-        (optim.trainable(optim.per_leaf(optax.MultiSteps(scaled, 1)), form="stacks"), {"scale": 0.1}),
+        (STACKS(optim.per_leaf(optax.MultiSteps(scaled, 1))), {"scale": 0.1}),
         (optim.trainable(optax.MultiSteps(plateau, 1)), {"value": jnp.float32(1.0)}),
     ):
         updates, _ = tx.update(tp.copy(model), tx.init(model), model, **extra)
@@ -144,8 +142,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(SCHEDULE))
 FLAT = optax.clip(1.0), optax.trace(0.9), optax.scale_by_learning_rate(SCHEDULE)
 RATES, FACTORS = optax.inject_hyperparams(optax.adam)(0.1), optax.adafactor(0.1, min_dim_size_to_factor=2)
 GROUPS = optim.groups({"w": optax.adam(0.1)}, default=RATES)
-
-
 _mask = lambda frozen: {"w": not frozen, "b": [not frozen], "mean": frozen, "n": None, "f": None}
 masked = lambda rule, *, frozen: optax.masked(rule, _mask(frozen))
 
@@ -190,8 +186,6 @@ WITH_ADAM = optim.trainable(ADAM)
 MEMORY = optax.scale_by_lbfgs(memory_size=2)
 whole = lambda: {"w": ramp(2, 3), "b": [ramp(3)], "mean": ramp(3), "n": jnp.array(3), "f": jnp.tanh}
 arrays_of = lambda model: eqx.filter(model, eqx.is_inexact_array)
-
-
 added = lambda *leaves: jax.device_put(sum(map(np.asarray, leaves)))
 
 

@@ -16,19 +16,17 @@ import treeparams as tp
 from treeparams import optim
 
 from .. import zoo
-from ..zoo import STACKS, VECTOR, assert_close, assert_same, filled, ramp
+from ..zoo import STACKS, VECTOR, Norm, assert_close, assert_same, filled, ramp
 from .shared import MOMENTUM, Tied, forms, made, ones, pair, steps
 
 DECAYED, INJECTED = optax.adamw(0.1, weight_decay=0.5), optax.inject_hyperparams(optax.adam)(0.1)
+named = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
 FALLING = optax.sgd(optax.linear_schedule(0.1, 0.02, 8), momentum=0.5)
 
 
 def _model():
     """Called as what rules keep."""
     return {"mu": ramp(2), "0": [ramp(2, 2), ramp(2, start=1)], "1": ramp(2, start=3)}
-
-
-named = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def listed(*names):
@@ -248,18 +246,14 @@ def test_ties_are_those_of_the_state():
 
 
 def test_thawing_what_a_class_declares_frozen():
-    class Model(eqx.Module):
-        weight: jax.Array
-        mean: jax.Array = tp.field(trainable=False)
-
-    model = Model(jnp.ones(1), jnp.ones(1))
+    model = Norm(jnp.ones(2), jnp.ones(2))
     tx = optim.trainable(optim.groups({"mean": optax.sgd(2.0)}, default=optax.sgd(1.0)), tp.layout(model, thaw="mean"))
     updates, _ = tx.update(tp.copy(model), tx.init(model), model)
-    assert_same(optim.apply_updates(model, updates), Model(jnp.zeros(1), -jnp.ones(1)))
+    assert_same(optim.apply_updates(model, updates), Norm(jnp.zeros(2), -jnp.ones(2)))
     state = optim.set_trainable(tx, tx.init(model), model)  # as declared
     with pytest.raises(ValueError, match="declared frozen"):
         optim.set_trainable(tx, state, model, "mean")
-    assert optim.set_trainable(tx, state, model, state.layout.thaw("mean")).layout.paths == ("weight", "mean")
+    assert optim.set_trainable(tx, state, model, state.layout.thaw("mean")).layout.paths == ("scale", "mean")
 
 
 @pytest.mark.parametrize("form", [optim.trainable, STACKS])
@@ -324,8 +318,6 @@ def test_a_history_without_gradients_is_warned_of_once(form):
     optim.step(tx, grads, state, model)  # it had one: partial gradients are allowed
 
 
-# -- What couples parameters -------------------------------------------------------------------------------------------
-
 LATE = {  # what couples leaves after the count of each has been used
     "a clip": ("tree", optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))),
     "within MultiSteps": ("stacks", optax.MultiSteps(optax.chain(optax.adam(0.1), optim.clip_by_global_norm(1.0)), 2)),
@@ -381,9 +373,6 @@ def test_a_clip_of_momentum_without_counts_sees_that_of_all():
         assert [(float(run[1].norm), int(run[1].clipped)) for run in after.runs] == [(5.0, 2)] * 2
         assert (float(after.clip.norm), int(after.clip.clipped)) == (5.0, 2)
         assert_close(updates, {"a": jnp.array([0.6]), "b": jnp.array([0.8])}, 1e-6)
-
-
-# -- A part begins anew ------------------------------------------------------------------------------------------------
 
 
 @forms
