@@ -24,33 +24,22 @@ def loss(model, batch):
     return jnp.mean((model["act"](jax.vmap(model["linear"])(x)) - y) ** 2)
 
 
-def test_it_equals_the_gradient_of_the_full_batch(model):
-    known = tp.layout(model)
-
-    @tp.jit
-    def all_of_them(model, batch):
-        results = [tp.accumulate(loss, known, pieces=pieces)(model, batch) for pieces in (1, 5, 20)]
-        one = tuple(each[:1] for each in batch)
-        of = tp.value_and_grad(loss, known)
-        return of(model, batch), results, of(model, one), tp.accumulate(loss, known, pieces=2)(model, one)
-
-    batch = tuple(each[:7] for each in BATCH)
-    want, results, *of_one = all_of_them(model, batch)
-    assert_close(results, [want] * 3, 1e-6)
-    assert_close(*of_one, 1e-6)
-
-
-def test_a_vector_is_a_model_too_and_it_differentiates_further(model):
-    vector, restructure = tp.ravel(model)
-    of_vector = lambda v, batch: loss(restructure(v), batch)
+def test_it_equals_the_gradient_of_the_full_batch_of_a_model_and_of_a_vector_and_differentiates_further(model):
+    known, (vector, restructure) = tp.layout(model), tp.ravel(model)
+    of, of_vector = tp.value_and_grad(loss, known), lambda v, batch: loss(restructure(v), batch)
     second = lambda f: jax.grad(lambda v: jnp.sum(f(v, BATCH)[1] ** 2))(vector)
 
-    @jax.jit
-    def both(vector):
+    @tp.jit
+    def all_of_them(model, vector):
+        seven, one = (tuple(each[:count] for each in BATCH) for count in (7, 1))
+        results = [tp.accumulate(loss, known, pieces=pieces)(model, seven) for pieces in (1, 5, 20)]
+        results.append(tp.accumulate(loss, known, pieces=2)(model, one))
         fs = tp.accumulate(of_vector, pieces=5), jax.value_and_grad(of_vector)
-        return [(f(vector, BATCH), second(f)) for f in fs]
+        return results, [of(model, seven)] * 3 + [of(model, one)], [(f(vector, BATCH), second(f)) for f in fs]
 
-    assert_close(*both(vector), 1e-4)
+    results, wanted, of_vectors = all_of_them(model, vector)
+    assert_close(results, wanted, 1e-6)
+    assert_close(*of_vectors, 1e-4)
 
 
 def test_ties_are_summed_frozen_parts_get_nothing_and_parameters_may_be_complex():

@@ -40,38 +40,34 @@ def population(name, rows=3):
     return model, restructure, factors[:, None] * np.asarray(vector)
 
 
-@pytest.mark.parametrize("name", ["same array twice", "transposed tie", "functions and static fields", "complex"])
-def test_losses_and_gradients_of_all_are_those_of_each(name):
-    _, restructure, matrix = population(name)
-    values, grads = jax.jit(jax.vmap(jax.value_and_grad(lambda vector: loss(restructure(vector)))))(matrix)
-    models = [restructure(row) for row in matrix]
-    assert_close(values, np.stack([loss(model) for model in models]))
-    gradient = gradient_of_loss(restructure.layout)
-    assert_close(grads, np.stack([restructure.ravel_gradient(gradient(model)) for model in models]))
-    assert len({float(value) for value in values}) == len(matrix)
+WITH_FUNCTIONS = "functions and static fields"  # which are called within the map
+SEVERAL = ["same array twice", "transposed tie", "complex", "all frozen", "prng keys", "ints and bools", "empty leaves"]
 
 
-@pytest.mark.parametrize(
-    "name", ["same array twice", "transposed tie", "ints and bools", "all frozen", "prng keys", "empty leaves"]
-)
-def test_a_model_without_functions_comes_back_stacked(name):
+@pytest.mark.parametrize("name", [WITH_FUNCTIONS, *SEVERAL])
+def test_values_gradients_and_models_of_all_are_those_of_each(name):
     _, restructure, matrix = population(name)
-    models = [restructure(row) for row in matrix]
-    stacked = jax.vmap(restructure)(matrix)
+    of_loss = jax.value_and_grad(lambda vector: loss(restructure(vector)))
+    model = restructure if name != WITH_FUNCTIONS else lambda _: []
+    gradient = lambda row: restructure.ravel_gradient(gradient_of_loss(restructure.layout)(restructure(row)))
+
+    @jax.jit
+    def ways(matrix):
+        each = [(loss(restructure(row)), gradient(row)) for row in matrix]
+        return jax.vmap(of_loss)(matrix), each, jax.vmap(model)(matrix), [model(row) for row in matrix]
+
+    found, each, stacked, models = ways(matrix)
+    assert_close(found, jax.tree.map(lambda *leaves: np.stack(leaves), *each))
+    assert len({float(value) for value in found[0]}) == (1 if name == "all frozen" else len(matrix))
     assert jax.tree.structure(stacked) == jax.tree.structure(models[0])
     for array, *each in zip(*map(jax.tree.leaves, [stacked, *models]), strict=True):
         np.testing.assert_array_equal(as_data(array), np.stack([np.asarray(as_data(leaf)) for leaf in each]))
 
 
-def a_model_with_functions(form):
-    """The way back from a form of it, and two rows of that form."""
-    one, restructure = form(filled(eqx.nn.MLP, 2, 1, 3, 1, activation=jnp.tanh), "layers.1")
-    return restructure, [jax.tree.map(lambda array, by=by: by * np.asarray(array), one) for by in np.float32([1, 2])]
-
-
 @pytest.mark.parametrize("form", [tp.ravel, tp.stack])
 def test_a_model_with_functions_is_called_within_the_map(form):
-    restructure, rows = a_model_with_functions(form)
+    one, restructure = form(filled(eqx.nn.MLP, 2, 1, 3, 1, activation=jnp.tanh), "layers.1")
+    rows = [jax.tree.map(lambda array, by=by: by * np.asarray(array), one) for by in np.float32([1, 2])]
     stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *rows)
 
     @jax.jit
@@ -85,12 +81,8 @@ def test_a_model_with_functions_is_called_within_the_map(form):
 
     want, found = ways(rows, stacked, ramp(2), restructure)
     assert_close(found, [want] * 3)
-
-
-@pytest.mark.parametrize("jit", [tp.jit, eqx.filter_jit])
-def test_a_model_with_functions_comes_back_from_what_hands_functions_on(jit):
-    restructure, (row, _) = a_model_with_functions(tp.ravel)
-    assert_same(jit(restructure)(row), restructure(row))
+    for jit in (tp.jit, eqx.filter_jit):  # which hand functions on
+        assert_same(jit(restructure)(rows[0]), restructure(rows[0]))
 
 
 def test_a_population_is_drawn_from_keys():
@@ -112,20 +104,17 @@ def test_a_population_is_drawn_from_keys():
 @pytest.mark.usefixtures("standard_promotion")
 def test_rules_of_one_model_are_mapped():
     stacks, _ = tp.stack({"layers": [{"w": ramp(2, 3), "b": ramp(3)}, {"w": ramp(2, 3, start=2), "b": ramp(3)}]})
-    rows = [stacks, jax.tree.map(lambda array: np.float32(3) * np.asarray(array), stacks)]
-    shapes, clip = optim.per_leaf(optax.lamb(0.1)), optim.clip_by_global_norm(0.1)
+    several = jax.tree.map(lambda array: np.stack([array, 3 * np.asarray(array)]), stacks)
 
     def update(stacks):
-        grads = jax.tree.map(jnp.sin, stacks)
-        return [tx.update(grads, tx.init(stacks), stacks)[0] for tx in (shapes, clip)]
+        grads, rules = jax.tree.map(jnp.sin, stacks), (optim.per_leaf(optax.lamb(0.1)), optim.clip_by_global_norm(0.1))
+        return [tx.update(grads, tx.init(stacks), stacks)[0] for tx in rules]
 
-    stacked = lambda *arrays: np.stack(arrays)
-    mapped, each = jax.jit(lambda all, rows: (jax.vmap(update)(all), list(map(update, rows))))(
-        jax.tree.map(stacked, *rows), rows
-    )
-    assert_close(mapped, jax.tree.map(stacked, *each))
-    norms = np.sqrt(sum(np.sum(np.asarray(array) ** 2, tuple(range(1, array.ndim))) for array in mapped[1].values()))
-    np.testing.assert_allclose(norms, 0.1, 1e-5)
+    each = lambda several: [update(jax.tree.map(lambda array, i=i: array[i], several)) for i in range(2)]
+    mapped, each = jax.jit(lambda several: (jax.vmap(update)(several), each(several)))(several)
+    assert_close(mapped, jax.tree.map(lambda *arrays: np.stack(arrays), *each))
+    for _, clipped in each:
+        np.testing.assert_allclose(np.sqrt(sum(np.sum(np.asarray(leaf) ** 2) for leaf in clipped.values())), 0.1, 1e-5)
 
 
 def test_an_estimate_of_evolution_is_the_derivative_along_its_noise():
@@ -137,18 +126,11 @@ def test_an_estimate_of_evolution_is_the_derivative_along_its_noise():
     np.testing.assert_allclose(got, np.mean([e * (e @ (2 * (start - goal))) for e in noise], 0), 1e-3, 1e-3)
 
 
-def log_density(vector):
-    return jnp.sum(jnp.cos(vector)) - 0.5 * jnp.sum(vector**2)
-
-
-svgd = jax.jit(lambda matrix: POPULATIONS.svgd(log_density, matrix))
-
-
 def test_svgd_is_its_double_loop():
+    svgd = jax.jit(lambda matrix: POPULATIONS.svgd(lambda x: jnp.sum(jnp.cos(x)) - 0.5 * jnp.sum(x**2), matrix))
     matrix = np.random.default_rng(0).normal(10, size=(5, 3)).astype(np.float32)
     x, n = np.asarray(matrix, np.float64), len(matrix)
-    slopes = -np.sin(x) - x
-    width = np.median([np.sum((a - b) ** 2) for a in x for b in x]) / np.log(n + 1)
+    slopes, width = -np.sin(x) - x, np.median([np.sum((a - b) ** 2) for a in x for b in x]) / np.log(n + 1)
     want = np.zeros_like(x)
     for i in range(n):
         for j in range(n):
@@ -188,11 +170,8 @@ def test_a_task_vector_of_one_part(where, changed):
     assert model["head"] is model["embed"] is model["body"][1]
 
 
-pcgrad = jax.jit(TASKS.pcgrad)
-
-
 def test_pcgrad_of_the_shared_part_alone():
-    shared = ramp(2, 2)
+    shared, pcgrad = ramp(2, 2), jax.jit(TASKS.pcgrad)
     model = {"body": {"u": shared, "v": shared, "w": ramp(3)}, "heads": [ramp(2), ramp(2, start=3)], "scale": ramp(2)}
     vector, restructure = tp.ravel(model, tp.layout(model, freeze="scale"))
     # Of these, one comes to oppose what it was itself; that is no other task.
@@ -214,12 +193,9 @@ def test_pcgrad_of_the_shared_part_alone():
     total, plain = (restructure.view(jax.device_put(each)) for each in (total, grads.sum(0)))
     assert list(total) == ["body.u", "body.w", "heads.0", "heads.1"]
     assert [path for path in total if np.any(np.asarray(total[path]) != plain[path])] == ["body.u", "body.w"]
-
-
-def test_pcgrad_leaves_gradients_that_agree_and_those_that_are_zero():
     agree = np.eye(4, 7, 2, dtype=np.float32) + np.eye(4, 7, 1, dtype=np.float32)
-    agree[2] = 0
-    assert_same(pcgrad(agree, jax.random.key(0)), agree)
+    agree[2] = 0  # what agrees stays as it is, and what is zero
+    assert_same(pcgrad(agree, key), agree)
 
 
 def test_a_mass_matrix_by_name():

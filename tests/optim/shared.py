@@ -42,9 +42,3 @@ def steps(tx, state, model, count, time=0):
     """The model and the state after some steps."""
     step = lambda i, carry: optim.step(tx, jax.tree.map(lambda x: jnp.sin(x + time + i), carry[0]), carry[1], carry[0])
     return jax.lax.fori_loop(0, count, step, (model, state))
-
-
-def in_a_list(leaf):
-    """A rule that lists what it keeps for each leaf."""
-    init = lambda params: [leaf(each) for each in jax.tree.leaves(params)]
-    return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))

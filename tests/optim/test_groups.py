@@ -14,12 +14,12 @@ from jax.sharding import Mesh, PartitionSpec
 import treeparams as tp
 from treeparams import optim
 
-from ..zoo import STACKS, VECTOR, ZOO, Norm, assert_close, assert_same, first_devices, ramp
+from ..zoo import STACKS, VECTOR, ZOO, Norm, assert_close, assert_same, filled, first_devices, ramp
 from .shared import FORMS, forms
 
 sgd = optax.inject_hyperparams(optax.sgd)
 two_forms = pytest.mark.parametrize("form", [optim.trainable, STACKS])
-_model = lambda: {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 2)), "v": jnp.ones(1)}, "n": jnp.array(3)}
+_model = lambda: {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 2)), "v": jnp.ones(2)}, "n": jnp.array(3)}
 groups = lambda rules, default=None, trainable=None, form=optim.trainable: form(optim.groups(rules, default), trainable)
 
 
@@ -33,7 +33,7 @@ def rates(tx, model, state=None, grads=None):
 
 @two_forms
 def test_any_where_is_a_key_and_the_first_match_wins(form):
-    model = {"b": _model()["b"], "c": [eqx.nn.Linear(2, 1, key=jax.random.key(0))], "d": {"x": ramp(1), "y": ramp(1)}}
+    model = {"b": _model()["b"], "c": [filled(eqx.nn.Linear, 2, 2)], "d": {"x": ramp(2), "y": ramp(2)}}
     keys = ("b.w", re.compile("b"), eqx.nn.Linear, lambda model: model["d"]["x"], ("d.y", "b.v"))
     tx = groups({key: optax.sgd(float(i)) for i, key in enumerate(keys, 1)}, form=form)
     want = {"b.v": 2, "b.w": 1, "c.0.weight": 3, "c.0.bias": 3, "d.x": 4, "d.y": 5}
@@ -49,11 +49,9 @@ def test_equals_optax_partition_wherever_it_stands():
     around = [rules, optax.chain(optax.identity(), rules), optax.inject_hyperparams(lambda: rules)()]
     labels = lambda params: {"a": "clip", "b": {"w": "momentum", "v": "momentum"}, "n": None}
     plain = optax.multi_transform({"momentum": momentum, "clip": clip}, labels)
-    results = []
-    for tx in (*map(optim.trainable, (plain, *around)), *map(STACKS, around)):
-        _, state = tx.update(tp.copy(model), tx.init(model), model)
-        results.append(tx.update(tp.copy(model), state, model)[0])
-    want, *others = results
+    grads = tp.copy(model)
+    after = lambda tx: tx.update(grads, tx.update(grads, tx.init(model), model)[1], model)[0]
+    want, *others = map(after, (*map(optim.trainable, (plain, *around)), *map(STACKS, around)))
     for got in others:
         assert_same(got, want, identity=False)
     np.testing.assert_allclose(want["a"], -np.sqrt(0.5), rtol=1e-6)
@@ -69,69 +67,41 @@ def test_labels_are_those_of_the_parameters_and_positions_count_from_the_end(for
         def __call__(self, x):
             raise AssertionError("a model of labels that can be called is not called")
 
-    model, one = Calls(jnp.ones(2, jnp.bfloat16), jnp.ones((1, 2)), jnp.ones((2, 1))), optax.sgd(1.0)
+    model, one = Calls(jnp.ones(2, jnp.bfloat16), jnp.ones((2, 2)), jnp.ones((2, 2))), optax.sgd(1.0)
     narrow = tp.leaves(lambda path, leaf: leaf.dtype == jnp.bfloat16)
     wide = Calls(jnp.ones(2), model.v, None)  # and not those of gradients, which may be wider
     found = rates(groups({narrow: one}, optax.sgd(100.0), form=form), model, grads=wide)
     assert (found["w"], found["v"]) == (1, 100)
     assert rates(groups({("v", "head"): one, "**": optax.sgd(2.0)}, form=form), model)["v"] == 1.0
     last = groups({"-2": one}, optax.sgd(2.0), "!-1", form)  # positions count from the end where that is frozen
-    last.init([jnp.ones(2), jnp.ones(3), jnp.ones(4)])
-    assert optim.report(last, [jnp.ones(2), jnp.ones(3), jnp.ones(4)]).groups == {"0": "default", "1": "-2"}
-
-
-def test_none_is_not_zero_in_groups():
-    tx, model = groups({"a": optax.adam(0.1), "**": optax.adam(0.1)}), _model()
-    update = jax.jit(tx.update)
-    _, state = update(tp.partition(model)[0], tx.init(model), model)
-    updates, after = update({"b": {"w": jnp.ones((2, 2))}}, state, model)
-    assert (updates["a"], updates["b"]["v"]) == (None, None)
-    before, after = (each.runs[0].inner_states["**"].inner_state[0] for each in (state, after))
-    assert_same((after.mu["b"]["v"], int(after.count)), (before.mu["b"]["v"], int(before.count) + 1))
+    last.init([ramp(2), ramp(2), ramp(2)])
+    assert optim.report(last, [ramp(2), ramp(2), ramp(2)]).groups == {"0": "default", "1": "-2"}
 
 
 @two_forms
 def test_a_tie_goes_where_its_own_path_goes(form):
     shared = jnp.array([1.0, 2.0])
-    model = {"embed": shared, "head": shared, "body": jnp.ones(1)}
-    both = ("embed", "head")
-    tx = groups({both: optax.sgd(1.0), "**": optax.sgd(2.0)}, None, both, form)
+    model, both, one = {"embed": shared, "head": shared, "body": ramp(2)}, ("embed", "head"), optax.sgd(1.0)
+    tx = groups({both: one, "**": optax.sgd(2.0)}, None, both, form)
     assert rates(tx, model) == {"embed": 1.0}
     assert rates(tx, model, optim.set_trainable(tx, tx.init(model), model)) == {"embed": 1.0, "body": 2.0}
     tx = groups({path: optax.sgd(2.0) for path in tp.layout(model).paths}, None, None, form)
     assert rates(tx, model) == {"embed": 2.0, "body": 2.0}
     with pytest.raises(ValueError, match=r"names 'head', but 'embed' and 'head' are one array.* or write 'embed'"):
-        groups({"head": optax.sgd(1.0)}, optax.sgd(1.0), None, form).init(model)
-    parted = {"embed": shared, "head": shared + 1, "body": jnp.ones(1)}
-    tied = tp.layout(parted, ties={"head": ("embed", jnp.negative)})
-    tx = groups({"head": optax.sgd(1.0)}, optax.sgd(1.0), tied, form)
+        groups({"head": one}, one, None, form).init(model)
+    parted = {"embed": shared, "head": -shared, "body": ramp(2)}
     with pytest.raises(ValueError, match=r"'head' names 'embed' by an alias, .*; write 'embed'"):
-        tx.init(tp.tie(parted, tied))
+        groups({"head": one}, one, tp.layout(parted, ties={"head": ("embed", jnp.negative)}), form).init(parted)
 
 
 @two_forms
 @pytest.mark.parametrize("where", ["body", tp.leaves(lambda path, leaf: path == "body"), lambda m: m["body"]])
 def test_a_group_of_frozen_leaves_is_empty_until_they_thaw(where, form):
-    model = {"embed": jnp.ones(2), "body": jnp.ones(1)}
+    model = {"embed": ramp(2), "body": ramp(2)}
     tx = groups({where: optax.sgd(0.5)}, optax.sgd(1.0), "embed", form)
     assert optim.report(tx, model).groups == {"embed": "default"}
     state = optim.set_trainable(tx, tx.init(model), model)
     assert rates(tx, model, state) == {"embed": 1.0, "body": 0.5}
-
-
-@two_forms
-def test_errors_of_groups(form, without_type_checks):
-    one = optax.sgd(1.0)
-    for rules, default, match in (
-        ({"b.w": one}, None, r"trained, but in no group: 'a', 'b.v'; write optim.groups.*default="),
-        ({"bb": one, "**": one}, None, "'bb' selects nothing; nearest: 'b'"),
-        ({("a", "nope"): one}, one, "'nope' selects nothing"),
-        ({lambda m: m["a"]: one, lambda m: m["b"]: one}, None, "two groups have the same name"),
-        ({"default": one}, one, "two groups have the same name"),
-    ):
-        for use in (lambda tx: tx.init(_model()), lambda tx: optim.report(tx, _model())):
-            with pytest.raises(ValueError, match=match):
-                use(groups(rules, default, form=form))
 
 
 def test_report(without_type_checks):
@@ -140,19 +110,13 @@ def test_report(without_type_checks):
     rules = optax.chain(optim.clip_by_global_norm(1.0), optim.groups({"a": optax.sgd(1.0), "b": inner}))
     report = optim.report(optim.trainable(rules, ("a", "b")), model)
     assert report.groups == {"a": "a", "b.v": "b / b.v", "b.w": "b / **"}
-    assert str(report).splitlines() == [
-        "path    shape  dtype     group",
-        "a       2      float32   a",
-        "b.v     1      float32   b / b.v",
-        "b.w     2,2    float32   b / **",
-        "frozen  3,4    bfloat16  frozen",
-    ]
+    assert str(report).splitlines()[-2:] == ["b.w     2,2    float32   b / **", "frozen  3,4    bfloat16  frozen"]
     flat = optim.trainable(sgd(0.1), form="vector")
     assert str(optim.report(flat, {"a": jnp.ones(2)})).splitlines()[1:] == ["a     2      float32  trained"]
 
 
 def test_over_stacks_by_the_names_of_their_groups():
-    model = {"embed": ramp(6, 4), "layers": [{"w": ramp(4, 4, start=i), "b": ramp(4, start=i)} for i in range(3)]}
+    model = {"embed": ramp(3, 2), "layers": [{"w": ramp(2, 2, start=i), "b": ramp(2, start=i)} for i in range(3)]}
     wheres = {"embed": "embed", "matrices": tp.leaves(lambda path, leaf: leaf.ndim == 2), "rest": "**"}
     stacks, restructure = tp.stack(model, groups=wheres)
     of = {"embed": optax.sgd(1.0), "matrices": optax.lamb(0.1), "rest": optax.adam(0.1)}
@@ -162,13 +126,12 @@ def test_over_stacks_by_the_names_of_their_groups():
     with pytest.raises(ValueError, match="groups embed, matrix, default, got 'embed', 'matrices', 'rest'; write"):
         misnamed.init(stacks)
     with_default, tx = optim.groups(rules, default=of["rest"]), optim.groups(rules | {"rest": of["rest"]})
-    assert_same(*(rule.update(tp.copy(stacks), rule.init(stacks), stacks)[0] for rule in (with_default, tx)))
-    state, both = tx.init(stacks), plain.init(model)
-    for _ in range(2):
-        updates, state = tx.update(tp.copy(stacks), state, stacks)
-        want, both = plain.update(tp.copy(model), both, model)
+    steps = lambda tx, at: tx.update(at, tx.update(at, tx.init(at), at)[1], at)[0]
+    of_default, updates, want = jax.jit(lambda: (steps(with_default, stacks), steps(tx, stacks), steps(plain, model)))()
+    assert_same(of_default, updates)
     assert_close(restructure(updates), want, 1e-6)
-    assert_same(pickle.loads(pickle.dumps(tx.init(stacks))), tx.init(stacks))
+    state = tx.init(stacks)
+    assert_same(pickle.loads(pickle.dumps(state)), state)
     for wrong, given in ((tp.stack(model)[0], "none"), (tp.stack(model, groups={"all": "**"})[0], "'all'")):
         match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*\(\.\.\.\), form='stacks'\)"
         with pytest.raises(ValueError, match=match):
@@ -183,9 +146,9 @@ def test_adjust_does_not_retrace_takes_traced_numbers_and_may_be_donated(dtype):
     for rate in (0.1, 1, np.float64(0.2), single, single, jnp.bfloat16(0.3)):
         step(model, optim.adjust(tx.init(model), learning_rate=rate), model)  # one number for two groups, and again
     assert step._cache_size() == 1
-    for each, state in ((tx, tx.init(model)), (sgd(0.1), sgd(0.1).init(model))):
-        rated = jax.jit(lambda rate, state=state: optim.adjust(state, learning_rate=rate))(0.5)
-        np.testing.assert_allclose(each.update(tp.copy(model), rated, model)[0]["w"].astype(jnp.float32), -0.5)
+    of = lambda tx, rate: tx.update(tp.copy(model), optim.adjust(tx.init(model), learning_rate=rate), model)[0]["w"]
+    for updates in jax.jit(lambda rate: [of(tx, rate), of(sgd(0.1), rate)])(0.5):
+        np.testing.assert_allclose(np.asarray(updates, np.float32), -0.5)
 
 
 @two_forms
@@ -196,7 +159,9 @@ def test_adjust_one_group_and_all_what_is_held_and_nested_and_no_parameter_of_th
     state = optim.adjust(optim.adjust(state, learning_rate=3.0), momentum=0.5)  # only one of them knows it
     _, state = tx.update(jax.tree.map(np.ones_like, tp.partition(model)[0]), state, model)
     assert rates(tx, model, state) == {"a": 3.0, "b.w": 4.5, "b.v": 4.5}
-    model = {"hyperparams": {"learning_rate": jnp.ones(1)}, "w": jnp.ones(1)}
+    whole = form(sgd(1))  # whose rate is an integer
+    assert rates(whole, model, optim.adjust(whole.init(model), learning_rate=2))["a"] == 2.0
+    model = {"hyperparams": {"learning_rate": jnp.ones(2)}, "w": jnp.ones(2)}
     outer = optax.inject_hyperparams(lambda scale: optax.chain(sgd(0.1, momentum=0.5), optax.scale(scale)))
     tx = form(outer(1.0), "w")
     _, state = tx.update(tp.copy(model), tx.init(model), model)
@@ -206,26 +171,6 @@ def test_adjust_one_group_and_all_what_is_held_and_nested_and_no_parameter_of_th
     assert [rates_of(run) for run in (*waits.runs, *waits.held)] == [{"scale": 2.0}] * 2
     both = optim.set_trainable(tx, waits, model)
     assert rates(tx, model, both) == {"hyperparams.learning_rate": 1.0, "w": 1.5}
-
-
-def test_errors_of_adjust(without_type_checks):
-    tx = groups({"a": sgd(0.1), "**": optax.adam(0.1)}).init(_model())
-    rate = "learning_rate"
-    ints, scheduled = (optim.trainable(sgd(x)).init(_model()) for x in (1, optax.linear_schedule(1.0, 0.0, 10)))
-    for state, group, given, error, match in (
-        (tx, None, {"rate": 1.0}, ValueError, r"no hyperparameter 'rate' in the state; it has 'learning_rate'.*inj"),
-        (tx, "**", {rate: 0.1}, ValueError, r"'learning_rate' in the state of group '\*\*'; it has none"),
-        (tx, "c", {rate: 0.1}, ValueError, r"no group 'c' in the state; it has '\*\*', 'a'"),
-        (scheduled, None, {rate: 0.1}, ValueError, "'learning_rate' follows a schedule"),
-        (tx, None, {rate: jnp.ones(2)}, ValueError, r"expected learning_rate of shape \(\), got shape \(2,\)"),
-        (tx, None, {rate: None}, TypeError, "expected a number for learning_rate, got None"),
-        (tx, None, {rate: [0.1]}, TypeError, "expected a number for learning_rate, got list"),
-        (tx, None, {rate: 1j}, ValueError, "learning_rate is float32, which cannot hold 1j"),
-        (ints, None, {rate: 0.5}, ValueError, "learning_rate is int32, which cannot hold 0.5; write a float"),
-    ):
-        with pytest.raises(error, match=match):
-            optim.adjust(state, group, **given)
-    assert rates(optim.trainable(sgd(1)), _model(), optim.adjust(ints, learning_rate=2))["a"] == 2.0
 
 
 def clipped(grads, max_norm=1.0, state=None):
@@ -250,12 +195,17 @@ def test_clips_any_mix_of_dtypes_at_any_traced_limit_and_again_and_again():
             else:
                 np.testing.assert_allclose(norm_of(below), limit, rtol=0.1 if "w" in tree else 1e-2)
     assert_same(clipped(trees[0], 1e39)[0], trees[0])
-    slope = jax.grad(lambda x: clipped({"a": x}, np.inf)[0]["a"].sum())
-    once, state = clipped({"a": np.arange(1, 9, dtype=np.float32), "b": np.full((3, 3), -0.1, np.float32)}, 0.7)
-    again = lambda once: jax.lax.scan(lambda grads, _: (clipped(grads, 0.7, state)[0], None), once, length=10_000)[0]
-    slopes, after = jax.jit(lambda once: (slope(jnp.zeros(2)), again(once)))(once)
-    np.testing.assert_array_equal(slopes, 1.0)
-    assert_close(after, once, 1e-6)
+
+    @jax.jit
+    def again_and_again(once):
+        slope = jax.grad(lambda x: clipped({"a": x}, np.inf)[0]["a"].sum())
+        once, state = clipped(once, 0.7)
+        after = jax.lax.scan(lambda grads, _: (clipped(grads, 0.7, state)[0], None), once, length=10_000)[0]
+        return slope(jnp.zeros(2)), after, once
+
+    slope, *clips = again_and_again({"a": np.arange(1, 9, dtype="f4"), "b": np.full((3, 3), -0.1, "f4")})
+    np.testing.assert_array_equal(slope, 1.0)
+    assert_close(*clips, 1e-6)
 
 
 @pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["outside", "jit"])
@@ -296,11 +246,11 @@ def test_within_only_what_trains_counts_and_before_the_model_all_that_is_given()
 
 
 def test_apply_if_finite_holds_all_other_state():
-    model = {"a": jnp.ones(2), "b": jnp.ones(1)}
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
     tx = optim.trainable(optax.apply_if_finite(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1)), 5))
     update = jax.jit(tx.update)
     _, state = update(model, tx.init(model), model)
-    updates, after = update(model | {"a": jnp.array([jnp.inf, 1.0])}, state, model)
+    updates, after = update(model | {"a": np.array([np.inf, 1.0], "f4")}, state, model)
     np.testing.assert_array_equal(updates["a"], 0)
     assert_same(after.runs[0].inner_state, state.runs[0].inner_state)
 
@@ -321,18 +271,6 @@ def test_across_devices(spread):
     np.testing.assert_allclose(below["w"], np.arange(1.0, 9.0) / np.sqrt(204.0), rtol=1e-6)
 
 
-def test_errors_of_clip(without_type_checks):
-    for bad, error, match in (
-        (optax.constant_schedule(1.0), TypeError, "max_norm must be a number, got function; for a schedule write"),
-        (-1, ValueError, "max_norm must be positive, got -1"),
-        (0.0, ValueError, "max_norm must be positive, got 0"),
-        (float("nan"), ValueError, "max_norm must be positive, got nan"),
-        (None, TypeError, "max_norm must be a number, got"),
-    ):
-        with pytest.raises(error, match=match):
-            optim.clip_by_global_norm(bad)
-
-
 class Language(eqx.Module):
     """A tie with a transform, a tie by identity beside it, equal layers, a scalar and what is frozen."""
 
@@ -347,6 +285,7 @@ FACTORS = {"head": 0.5, "layers.0": 0.25, "layers.1.w": jnp.float32(4), "mean": 
 # The tie goes by its source.
 OF_PATHS = {"embed": 0.5, "layers.0.w": 0.25, "layers.0.b": 0.25, "layers.1.w": 4, "scale": 2}
 DECAYED = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1, momentum=0.9))
+decayed = jax.jit(DECAYED.update)
 OF_ALL, OF_ROWS = (optax.chain(rule, optim.scaled(FACTORS)) for rule in (DECAYED, optim.per_leaf(DECAYED)))
 RATED = optax.inject_hyperparams(lambda half: optax.chain(DECAYED, optim.scaled(FACTORS | {"head": half})))
 SCALED = {
@@ -360,17 +299,17 @@ SCALED = {
 @pytest.mark.parametrize("way", SCALED)
 def test_each_step_is_that_of_the_rule_times_the_factor(way):
     layers = [{"w": ramp(2, 2, start=i), "b": ramp(2, start=i)} for i in range(3)]
-    model, tx = Language(ramp(2, 3), layers, ramp(2, 3).T, jnp.ones(()), jnp.ones(2)), SCALED[way]
+    model, tx = Language(ramp(2, 2), layers, ramp(2, 2).T, jnp.ones(()), jnp.ones(2)), SCALED[way]
     state = tx.init(model)
     want = {path: (np.asarray(leaf), DECAYED.init(leaf)) for path, leaf in tp.trainables(model).items()}
     for time in range(3):  # in the second step the first layer has no gradient, which in a vector counts as zero
-        grads = jax.tree.map(jnp.sin, tp.partition(model)[0])
+        grads = jax.tree.map(lambda leaf: np.sin(np.asarray(leaf)), tp.partition(model)[0])
         grads = eqx.tree_at(lambda m: m.layers[0], grads, {"w": None, "b": None}) if time == 1 else grads
         model, state = optim.step(tx, grads, state, model)
         for path, (leaf, own) in want.items():
             is_missing = time == 1 and path.startswith("layers.0")
             if not is_missing or way == "a vector":
-                step, own = DECAYED.update(0 * leaf if is_missing else np.sin(leaf), own, leaf)
+                step, own = decayed(0 * leaf if is_missing else np.sin(leaf), own, leaf)
                 want[path] = leaf + OF_PATHS.get(path, 1) * np.asarray(step), own
     for path, (leaf, _) in want.items():
         np.testing.assert_allclose(tp.trainables(model)[path], leaf, rtol=1e-5, atol=1e-6)
@@ -397,7 +336,7 @@ def test_traced_factors_in_one_program_and_their_dtypes(form):
 
 @forms
 def test_histories_go_on_with_their_factors(form):
-    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
     tx = form(optax.chain(optax.sgd(1.0), optim.scaled({"a": 0.5, "b": 0.25})), "a")  # what is frozen may be named
     state = tx.init(model)
     assert not jax.tree.leaves(state.runs[0])
@@ -405,7 +344,7 @@ def test_histories_go_on_with_their_factors(form):
     _, state = tx.update(tp.copy(model), state, model)
     both = optim.set_trainable(tx, state, model)
     updates, after = jax.jit(tx.update)(model, both, model)
-    assert_same(updates, {"a": jnp.float32([-0.5]), "b": jnp.float32([-0.25])}, identity=False)
+    assert_same(updates, {"a": np.full(2, -0.5, "f4"), "b": np.full(2, -0.25, "f4")}, identity=False)
     assert len(after.runs) == 2
 
 
@@ -420,7 +359,7 @@ def test_no_constant_and_no_index_for_each_element(form):
 
 
 def test_rows_that_wait_and_ties_that_a_layout_was_given():
-    model = {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)}
+    model = {name: jnp.ones(2) for name in "abc"}
     rule = optax.chain(optim.per_leaf(optax.sgd(1.0, momentum=0.5)), optim.scaled({"a": 0.5, "c": 0.25}))
     tx, grads = optim.trainable(rule, tp.layout(model, ties={"c": "b"}), form="stacks"), {"a": ramp(2), "b": ramp(2)}
     updates, _ = tx.update(grads, tx.init(model), model, active={"a": jnp.array(False)})
@@ -435,12 +374,18 @@ def test_beside_a_line_search_whose_loss_trains_by_itself():
         return jnp.sum(params["c"] ** 2 + inner.update(params, inner.init(params))[0]["c"])
 
     rule = optax.chain(optax.scale(-0.1), optim.scaled({"a": 0.5}), optax.scale_by_backtracking_linesearch(10))
-    value, grads = tp.value_and_grad(loss)(model)
-    for form in FORMS:
-        tx = form(rule)
-        updates, _ = tx.update(grads, tx.init(model), model, value=value, grad=grads, value_fn=loss)
+
+    @jax.jit
+    def ways():
+        value, grads = tp.value_and_grad(loss)(model)
+        extra = {"value": value, "grad": grads, "value_fn": loss}
+        found = [tx.update(grads, tx.init(model), model, **extra)[0] for tx in (form(rule) for form in FORMS)]
+        return value, [(updates, loss(optim.apply_updates(model, updates))) for updates in found]
+
+    value, found = ways()
+    for updates, after in found:
         np.testing.assert_allclose(updates["a"], updates["b"] / 2)
-        assert loss(optim.apply_updates(model, updates)) < value
+        assert after < value
 
 
 def test_plain_optax_goes_by_path():
@@ -456,23 +401,3 @@ def test_plain_optax_goes_by_path():
     flat = optim.trainable(optax.flatten(optax.chain(tx)))
     with pytest.raises(ValueError, match=r"updates as PyTreeDef\(\*\), but the parameters are PyTree"):
         flat.update(tp.copy(params), flat.init(params), params)
-
-
-@forms
-def test_errors_of_factors(form, without_type_checks):
-    model = {"encoder": jnp.ones(2), "body": jnp.ones(1), "frozen": jnp.ones(1)}
-    for factors, error, match in (
-        ({"encodr": 0.1}, ValueError, "'encodr' selects nothing; nearest: 'encoder'"),
-        ({"**": 0.1, "body": 1}, ValueError, r"'body' comes too late: '\*\*' before it selects"),
-        ({"body": optax.linear_schedule(1, 0, 9)}, TypeError, r"got function; .* optim.groups\(\{'body': optax.sc"),
-        ({"body": True}, TypeError, "the factor of 'body' must be a real number, got bool"),
-        ({"body": 1j}, TypeError, "must be a real number, got complex"),
-        ({"body": None}, TypeError, "must be a real number, got None"),
-        ({"body": jnp.ones(2)}, ValueError, r"factor of 'body' must be one number, got float32\[2\]; write an entry"),
-        ([0.1], TypeError, r"expected a dictionary \{where: factor\}, got list"),
-    ):
-        with pytest.raises(error, match=match):
-            form(optim.scaled(factors), "!frozen").init(model)
-    match = r"inside optim.per_leaf no leaf has one; write .*per_leaf\(...\), optim.scaled"
-    with pytest.raises(ValueError, match=match):
-        form(optim.per_leaf(optim.scaled({"body": 2.0}))).init(model)

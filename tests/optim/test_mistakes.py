@@ -1,12 +1,15 @@
 """The mistakes of newcomers around optimisers: see tests/test_mistakes.py."""
 
+import itertools
 import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -16,6 +19,7 @@ from treeparams import optim
 
 from ..mistakes import NEAREST, Row, check
 from ..zoo import STACKS, VECTOR
+from .shared import FORMS, MOMENTUM
 
 pytestmark = pytest.mark.usefixtures("without_type_checks")
 
@@ -30,11 +34,13 @@ def complex_search(t: Any) -> object:
     return search.update(tp.copy(by), search.init(by), by, value=0.0, grad=by, value_fn=lambda model: 0.0)
 
 
-rated = optax.inject_hyperparams(optax.sgd)(0.1)
+injected = optax.inject_hyperparams(optax.sgd)
+lbfgs, polyak = map(optim.trainable, (optax.lbfgs(), optax.polyak_sgd()))
+rated = injected(0.1)
 filtered = lambda t: t.tx.init(eqx.filter(t.model, eqx.is_array))  # as Equinox's examples have it
 updated = lambda t, grads: t.descent.update(grads, t.descent.init(t.dict), t.dict)
-of_dict = lambda tx, t, grads: optim.step(tx, grads, tx.init(t.dict), t.dict)
-of_all = lambda rule, t: of_dict(optim.trainable(rule), t, tp.copy(t.dict) | {"n": None})
+of_dict = lambda tx, t, grads, **extra: optim.step(tx, grads, tx.init(t.dict), t.dict, **extra)
+of_all = lambda tx, t, **extra: of_dict(tx, t, tp.copy(t.dict) | {"n": None}, **extra)
 within = lambda rate: VECTOR(optax.sgd(rate))
 around = lambda wrap, t: wrap(t.tx).init({"a": t.x, "b": t.x})
 apart = lambda tx: optax.partition({"x": tx, "y": tx}, {"a": "x", "b": "y"})
@@ -42,21 +48,24 @@ apart = lambda tx: optax.partition({"x": tx, "y": tx}, {"a": "x", "b": "y"})
 of_the_other = lambda tx: optax.masked(optim.trainable(optax.sgd(0.1), "b"), {"a": True, "b": False})
 
 
+def changing(change: Any) -> Any:
+    """A rule that changes its state."""
+    update = lambda updates, state, params=None: (updates, change(state))
+    return optim.trainable(optax.GradientTransformation(lambda params: jnp.zeros(2), update))
+
+
 def behind(chained: Any) -> Row:
     """What stands behind `optim.master` in a chain."""
-    words = r"optim.master must be last in a chain.* optim.master\(optax.chain\("
-    return (
-        "behind master",
-        lambda t: optim.trainable(chained).init({"w": t.x.astype("bfloat16"), "b": t.x}),
-        ValueError,
-        words,
-    )
+    init = lambda t: optim.trainable(chained).init({"w": t.x.astype("bfloat16"), "b": t.x})
+    return "behind master", init, ValueError, r"optim.master must be last in a chain.* optim.master\(optax.chain\("
 
 
 OTHER_TREE = r"from another tree.*write state = tx.init\(model\) with the whole model, not eqx.filter\(model, ...\)"
 ORDER = "the third argument is the state, got {}; the order is model, state = optim.step"
 PLAIN = r"tx is plain Optax.*write tx = optim.trainable\(tx\)"
 ONE = "outermost, with plain Optax inside it: write one optim.trainable"
+OF_TWO = f"state is of 2 transformations.*{ONE}"
+MASK = rf"a mask, or optax\.partition, is around a transformation.*{ONE}"
 OPTIM: list[Row] = [
     ("init(filter)", lambda t: optim.step(t.tx, t.grads, filtered(t), t.model), ValueError, OTHER_TREE),
     ("init(params)", lambda t: t.tx.update(t.grads, t.tx.init(t.params), t.model), ValueError, OTHER_TREE),
@@ -93,8 +102,10 @@ OPTIM: list[Row] = [
     ("updates elsewhere", lambda t: optim.apply_updates(t.dict, {"x": t.x}), ValueError, "'x', where the model has no"),
     ("a complex search", complex_search, TypeError, "make two real parameters of 'w'"),
     ("nnx", of_nnx, ValueError, r"variables of flax.nnx.*nnx.split\(net, nnx.Param, \.\.\.\).*optim.step"),
-    ("no value_fn", lambda t: of_all(optax.lbfgs(), t), TypeError, r"'value_fn'\): write optim.step\(tx.*value=value"),
-    ("no value", lambda t: of_all(optax.polyak_sgd(), t), TypeError, r"'value'\): write optim.step\(tx, grads, st"),
+    ("no value_fn", lambda t: of_all(lbfgs, t), TypeError, r"'value_fn'\): write optim.step\(tx.*value=value"),
+    ("no value", lambda t: of_all(polyak, t), TypeError, r"'value'\): write optim.step\(tx, grads, st"),
+    ("another structure", lambda t: of_all(changing(lambda s: (s,)), t), ValueError, "structure of its state"),
+    ("another shape", lambda t: of_all(changing(lambda s: s[:1]), t), ValueError, "shape of its state at"),
     ("a state for grads", lambda t: updated(t, t.sgd.init(t.dict)), TypeError, "of gradients, .*got a state of Optax"),
     ("None for grads", lambda t: t.tx.update(None, t.state, t.model), TypeError, r"as tp.grad\(loss\)\(model\) ret"),
     ("trainable(freeze=)", lambda t: optim.trainable(t.adam, freeze="w"), TypeError, "'freeze'; write trainable=\"!"),
@@ -124,13 +135,8 @@ OPTIM: list[Row] = [
     behind(optim.groups({"w": optax.chain(optim.master(optax.sgd(0.1)), optax.scale(0.5))}, default=optax.sgd(0.1))),
     ("inside a chain", lambda t: optim.trainable(optax.chain(t.adam, t.tx)).init(t.dict), ValueError, ONE),
     ("inside rates", lambda t: optim.trainable(optax.inject_hyperparams(within)(0.1)).init(t.dict), ValueError, ONE),
-    (
-        "two in a chain",
-        lambda t: of_dict(optax.chain(t.tx, t.tx), t, t.dict | {"n": None}),
-        ValueError,
-        f"state is of 2 transformations.*{ONE}",
-    ),
-    ("a mask around", lambda t: around(lambda tx: optax.masked(tx, {"a": True, "b": False}), t), ValueError, ONE),
+    ("two in a chain", lambda t: of_dict(optax.chain(t.tx, t.tx), t, t.dict | {"n": None}), ValueError, OF_TWO),
+    ("a mask around", lambda t: around(lambda tx: optax.masked(tx, {"a": True, "b": False}), t), ValueError, MASK),
     ("a mask of what trains", lambda t: around(of_the_other, t), ValueError, ONE),
     ("partition in a trace", lambda t: jax.jit(lambda: around(apart, t))(), ValueError, f"optax.partition, .*{ONE}"),
     ("partition around a tie", lambda t: around(apart, t), ValueError, f"optax.partition, is around.*{ONE}"),
@@ -154,7 +160,111 @@ def formed(form: str, right: str) -> Row:
     return f"form={form}", lambda t: optim.trainable(t.sgd, form=form), ValueError, words
 
 
+def rows(name: str, call: Callable[..., object], table: list[Any], forms: Any = (None,)) -> list[Row]:
+    """A row for each wrong argument of one call, in each form."""
+    cases = itertools.product(forms, table)
+    made = lambda form, wrong: lambda t: call(form, t, wrong)
+    return [(f"{name} {i}", made(form, wrong), *answer) for i, (form, (wrong, *answer)) in enumerate(cases)]
+
+
+one, TREE_AND_STACKS = optax.sgd(1.0), (optim.trainable, STACKS)
+SAME = "two groups have the same name"
+GROUPS = [  # and the default
+    (({"w": one}, None), ValueError, r"trained, but in no group: 'b'; write optim.groups.*default="),
+    (({"ww": one, "**": one}, None), ValueError, "'ww' selects nothing; nearest: 'w'"),
+    (({("w", "nope"): one}, one), ValueError, "'nope' selects nothing"),
+    (({lambda model: model["w"]: one, lambda model: model["b"]: one}, None), ValueError, SAME),
+    (({"default": one}, one), ValueError, SAME),
+]
+scaled = lambda of: optim.scaled(of) if isinstance(of, dict | list) else of
+NO_LEAF = r"inside optim.per_leaf no leaf has one; write .*per_leaf\(...\), optim.scaled"
+MAX_NORM = [
+    (optax.constant_schedule(1.0), TypeError, "max_norm must be a number, got function; for a schedule write"),
+    (-1, ValueError, "max_norm must be positive, got -1"),
+    (0.0, ValueError, "max_norm must be positive, got 0"),
+    (float("nan"), ValueError, "max_norm must be positive, got nan"),
+    (None, TypeError, "max_norm must be a number, got"),
+]
+FACTORS = [
+    ({"ww": 0.1}, ValueError, "'ww' selects nothing; nearest: 'w'"),
+    ({"**": 0.1, "w": 1}, ValueError, r"'w' comes too late: '\*\*' before it selects"),
+    ({"w": optax.linear_schedule(1, 0, 9)}, TypeError, r"got function; .* optim.groups\(\{'w': optax.sc"),
+    ({"w": True}, TypeError, "the factor of 'w' must be a real number, got bool"),
+    ({"w": 1j}, TypeError, "must be a real number, got complex"),
+    ({"w": None}, TypeError, "must be a real number, got None"),
+    ({"w": jnp.ones(2)}, ValueError, r"factor of 'w' must be one number, got float32\[2\]; write an entry"),
+    ([0.1], TypeError, r"expected a dictionary \{where: factor\}, got list"),
+    (optim.per_leaf(optim.scaled({"w": 2.0})), ValueError, NO_LEAF),
+]
+by_group = optim.trainable(optim.groups({"w": rated, "**": optax.adam(0.1)}))
+falling, whole = (optim.trainable(injected(rate)) for rate in (optax.linear_schedule(1.0, 0.0, 10), 1))
+HYPERPARAMETERS = [  # the transformation, the group and what is adjusted
+    ((by_group, None, {"rate": 1}), ValueError, r"no hyperparameter 'rate' in the state; it has 'learning_rate'.*inj"),
+    ((by_group, "**", 0.1), ValueError, r"'learning_rate' in the state of group '\*\*'; it has none"),
+    ((by_group, "c", 0.1), ValueError, r"no group 'c' in the state; it has '\*\*', 'w'"),
+    ((falling, None, 0.1), ValueError, "'learning_rate' follows a schedule"),
+    ((by_group, None, jnp.ones(2)), ValueError, r"expected learning_rate of shape \(\), got shape \(2,\)"),
+    ((by_group, None, None), TypeError, "expected a number for learning_rate, got None"),
+    ((by_group, None, [0.1]), TypeError, "expected a number for learning_rate, got list"),
+    ((by_group, None, 1j), ValueError, "learning_rate is float32, which cannot hold 1j"),
+    ((whole, None, 0.5), ValueError, "learning_rate is int32, which cannot hold 0.5; write a float"),
+]
+FLAG = "must be a bool, or a scalar array of one, got"
+ACTIVE = [
+    ({"ww": True}, ValueError, "'ww' selects nothing; nearest: 'w'"),
+    ({"**": True, "w": False}, ValueError, r"'w' comes too late: '\*\*' before it selects"),
+    ({"w": 1}, TypeError, rf"active\['w'\] {FLAG} int"),
+    ({"w": jnp.ones(())}, TypeError, rf"{FLAG} float32\[\]"),
+    ({"w": np.array([True])}, TypeError, rf"{FLAG} bool\[1\]"),
+    ("w", TypeError, r"active must be a dictionary \{where: flag\}, got "),
+]
+NO_ROWS = [(active, TypeError, r"write optim.trainable\(tx, form=\"stacks\"\)") for active in ({"w": False}, {}, None)]
+RESET = r"reset must be True, False or a `where` such as 'head' or '\*\*.bias', got "
+ANEW = [
+    ("layer.0", ValueError, NEAREST),
+    (None, TypeError, RESET + "None"),
+    (1, TypeError, RESET + "int"),
+    (np.True_, TypeError, RESET + "bool"),
+    ({"layers.0": True}, TypeError, RESET + "dict"),
+]
+
+
+def adjusted(_: Any, t: Any, given: Any) -> object:
+    tx, group, values = given
+    values = values if isinstance(values, dict) else {"learning_rate": values}
+    return optim.adjust(tx.init(t.dict), group, **values)
+
+
+SEARCH, FREE = optax.scale_by_backtracking_linesearch(9, store_grad=True), optax.contrib.schedule_free_sgd(0.1)
+searched = lambda tx, t: optim.value_and_grad_from_state(sum)(t.dict, state=tx.init(t.dict))
+evaluated = lambda tx, model: optim.eval_params(optax.contrib.schedule_free_eval_params, tx.init(model), model)
+forgets = optim.trainable(optax.scale_by_backtracking_linesearch(9))
+searches, mixed = optim.trainable(optax.chain(SEARCH, SEARCH)), STACKS(optim.groups({"w": FREE}, MOMENTUM))
+OF_MODELS = "expected the state of one transformation over mod"
+FOUND = r"expected one line search .*, found {}: use optax\.lbfgs"
+changed = lambda t, *to, **said: optim.set_trainable(t.tx, t.state, t.model, *to, **said)
+in_a_trace = lambda t: jax.jit(lambda state: optim.set_trainable(t.tx, state, t.model, "layers.0"))(t.state)
+other = lambda t: optim.set_trainable(t.tx, optim.trainable(MOMENTUM).init(t.model), t.model, "layers.0")
+
 ADAPTED: list[Row] = [
+    *rows("groups", lambda form, t, of: form(optim.groups(*of)).init(t.dict), GROUPS, TREE_AND_STACKS),
+    *rows("report", lambda form, t, of: optim.report(form(optim.groups(*of)), t.dict), GROUPS, TREE_AND_STACKS),
+    *rows("max_norm", lambda _, t, bad: optim.clip_by_global_norm(bad), MAX_NORM),
+    *rows("factors", lambda form, t, of: form(scaled(of), "!b").init(t.dict), FACTORS, FORMS),
+    *rows("adjust", adjusted, HYPERPARAMETERS),
+    *rows("active", lambda form, t, active: of_all(form(t.sgd), t, active=active), ACTIVE, [STACKS]),
+    *rows("active without rows", lambda form, t, active: of_all(form(t.sgd), t, active=active), NO_ROWS, FORMS[:2]),
+    *rows("reset", lambda _, t, where: changed(t, reset=where), ANEW),
+    ("no search", lambda t: searched(t.tx, t), ValueError, FOUND.format(0)),
+    ("a search that keeps no gradient", lambda t: searched(forgets, t), ValueError, FOUND.format(0)),
+    ("two searches", lambda t: searched(searches, t), ValueError, FOUND.format(2)),
+    ("a search of Optax", lambda t: searched(SEARCH, t), ValueError, OF_MODELS),
+    ("averages of groups", lambda t: evaluated(mixed, {"w": t.x, "b": t.x + 1}), ValueError, "in stacks of groups"),
+    ("averages of Optax", lambda t: evaluated(FREE, t.dict), ValueError, OF_MODELS),
+    ("set_trainable: True", lambda t: changed(t, True), TypeError, "trainable=True selects nothing; write None"),
+    ("set_trainable: a typo", lambda t: changed(t, "x"), ValueError, "'x' selects nothing"),
+    ("set_trainable: in a trace", in_a_trace, ValueError, "between steps, outside of jax.jit"),
+    ("set_trainable: another's state", other, ValueError, "made by another transformat"),
     formed("flat", "vector"),
     formed("stacked", "stacks"),
     formed("ravel", "vector"),

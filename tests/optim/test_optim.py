@@ -19,25 +19,22 @@ import treeparams as tp
 from treeparams import optim
 
 from .. import zoo
-from ..zoo import STACKS, VECTOR, ZOO, Specimen, assert_close, assert_same, ramp
+from ..zoo import STACKS, STRUCTURE_ALONE, VECTOR, ZOO, Specimen, assert_close, assert_same, ramp
 from .shared import FORMS, MOMENTUM, Tied, forms, made, steps, two
 
 CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), MOMENTUM)
+ADAM = optax.adam(0.1)
 BY_LEAF = optim.per_leaf(MOMENTUM)
 BY_ROW = optax.chain(optim.clip_by_global_norm(0.5), BY_LEAF)
 LINE_SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
 trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
-TIED = {
-    "transposed tie": ZOO["transposed tie"],
-    "declared": Specimen(lambda: Tied(zoo.ramp(2, 3), zoo.ramp(2, 3).T)),
-}
 
 
 def test_equals_optax_over_every_model_in_each_form():
     # Outside of `jit`: there an operation on a shape is a program for all models, and in it there would be thousands.
     kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in zoo.inexact_leaves(tree)]
     half = lambda tree: jax.tree.map(lambda leaf: (0.5 * leaf).astype(leaf.dtype), tree)
-    for specimen in trained.values():
+    for name, specimen in trained.items():
         model = specimen.make()
         params, rest = tp.partition(model, specimen.layout(model))
         grads, want, plain = half(params), params, CLIPPED.init(params)
@@ -45,7 +42,8 @@ def test_equals_optax_over_every_model_in_each_form():
         for _ in range(2):
             updates, plain = CLIPPED.update(conjugate, plain, want)
             want = optax.apply_updates(want, updates)
-        for form, rule in ((optim.trainable, CLIPPED), (VECTOR, CLIPPED), (STACKS, BY_ROW)):
+        joined = () if name in STRUCTURE_ALONE else ((VECTOR, CLIPPED), (STACKS, BY_ROW))
+        for form, rule in ((optim.trainable, CLIPPED), *joined):
             tx, after = form(rule, rest.layout), model
             state = tx.init(model)
             traced, _ = eqx.filter_eval_shape(optim.step, tx, grads, state, model)
@@ -89,13 +87,14 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
 
     def run(tx, at, loss):
         tx = optax.with_extra_args_support(tx)
-        state = tx.init(at)
-        for _ in range(3):
-            value, grads = tp.value_and_grad(loss)(at)
+
+        def step(_, run):
+            value, grads = tp.value_and_grad(loss)(run[0])
             extra = {"value": value, "grad": grads, "value_fn": loss} if name == "line search" else {}
-            updates, state = tx.update(grads, state, at, **extra)
-            at = eqx.apply_updates(at, updates)
-        return at, state
+            updates, state = tx.update(grads, run[1], run[0], **extra)
+            return eqx.apply_updates(run[0], updates), state
+
+        return tp.lax.fori_loop(0, 3, step, (at, tx.init(at)))
 
     @jax.jit
     def all_ways(params):
@@ -109,9 +108,6 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
     for after in afters:
         assert_close(after, want)
     assert_close(run_state, plain)
-    if name == "masked":
-        with pytest.raises(ValueError, match=r"a mask, or optax\.partition, is around a transformation"):
-            around(optim.trainable).init(params)
 
 
 three, five, seven = (np.full(2, x, np.float32) for x in (3.0, 5.0, 7.0))
@@ -138,27 +134,29 @@ def test_a_tie_stays_one_array_and_gets_the_sum_and_a_run_is_plain_optax(form):
     assert int(optax.tree_utils.tree_get(state, "clipped")) == 0
 
 
-@pytest.mark.parametrize(("name", "form"), [("transposed tie", STACKS), ("declared", optim.trainable)])
-@pytest.mark.parametrize("apply", [None, optim.apply_updates, eqx.apply_updates])
-def test_the_places_of_a_tie_hold_equal_values_after_any_step(name, form, apply):
-    model, specimen = TIED[name].make(), TIED[name]
-    within, layout = optim.per_leaf if form is STACKS else lambda tx: tx, specimen.layout(model)
+@pytest.mark.parametrize("form", [optim.trainable, STACKS])
+def test_the_places_of_a_tie_hold_equal_values_after_any_step(form):
+    specimen = ZOO["transposed tie"] if form is STACKS else Specimen(lambda: Tied(ramp(2, 3), ramp(2, 3).T))  # declared
+    model, within = specimen.make(), optim.per_leaf if form is STACKS else lambda tx: tx
+    layout = specimen.layout(model)
     tx = form(optax.chain(optim.clip_by_global_norm(0.5), within(optax.adamw(0.1))), layout)
 
-    def step(model, state):
+    def step(run, apply):
+        model, state = run
         grads = tp.grad(zoo.loss, state.layout)(model)
         if apply is None:
             return optim.step(tx, grads, state, model)
         updates, state = tx.update(grads, state, model)
         return apply(model, updates), state
 
-    for call in (step, eqx.filter_jit(step)):  # in which arrays do not show the tie
-        after, state = model, tx.init(model)
+    steps = lambda runs: list(map(step, runs, (None, optim.apply_updates, eqx.apply_updates)))
+    for call in (steps, eqx.filter_jit(steps)):  # in which arrays do not show the tie
+        runs = [(model, tx.init(model))] * 3
         for _ in range(3):
-            after, state = call(after, state)
-        assert_same(jax.tree.leaves(tp.tie(after, layout)), jax.tree.leaves(after), identity=False)
-        first = layout.paths[0]
-        assert not np.array_equal(tp.trainables(after, layout)[first], tp.trainables(model, layout)[first])
+            runs = call(runs)
+        for after, _ in runs:
+            assert_same(jax.tree.leaves(tp.tie(after, layout)), jax.tree.leaves(after), identity=False)
+            assert not np.array_equal(tp.trainables(after, layout)[layout.paths[-1]], ramp(2, 3))
 
 
 def test_init_refuses_an_alias_of_another_value():
@@ -187,13 +185,9 @@ def test_init_refuses_an_alias_of_another_value():
 
 
 def test_gradients_of_every_maker_are_the_same_step():
-    model = {"first": two(), "last": [two()], "steps": jnp.array(3), "flag": True}
-    tx, grads, (arrays, static) = (
-        optim.trainable(MOMENTUM, "last"),
-        tp.grad(zoo.loss)(model),
-        eqx.partition(model, eqx.is_array),
-    )
-    state, loss = tx.init(model), lambda arrays: zoo.loss(eqx.combine(arrays, static))
+    model, tx = {"first": two(), "last": [two()], "n": jnp.array(3), "on": True}, optim.trainable(MOMENTUM, "last")
+    state, grads, (arrays, static) = tx.init(model), tp.grad(zoo.loss)(model), eqx.partition(model, eqx.is_array)
+    loss = lambda arrays: zoo.loss(eqx.combine(arrays, static))
     want, _ = tx.update(tp.grad(zoo.loss, "last")(model), state, model)
     for made_by_others in (
         eqx.filter_grad(zoo.loss)(model),
@@ -203,21 +197,26 @@ def test_gradients_of_every_maker_are_the_same_step():
         {"last": {0: grads["last"][0]}},  # by path
     ):
         assert_same(tx.update(made_by_others, state, model)[0], want, identity=False)
-    assert (want["first"]["a"], want["steps"]) == (None, None)
+    assert (want["first"]["a"], want["n"]) == (None, None)
 
 
+def of_b(state, is_b):
+    found = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(state)]
+    return [leaf for path, leaf in found if path.endswith("['b']") == is_b]
+
+
+@pytest.mark.parametrize("rule", [MOMENTUM, optim.groups({"a": ADAM, "**": ADAM})], ids=["one", "groups"])
 @pytest.mark.parametrize("missing", [None, optax.MaskedNode(), np.zeros(2, jax.dtypes.float0)])
-def test_none_is_not_zero(missing):
-    model, tx = two(), made(optim.trainable, MOMENTUM)
+def test_none_is_not_zero(missing, rule):
+    model, tx = two() | {"c": ramp(2)}, made(optim.trainable, rule)
+    zero = dict.fromkeys(model, np.zeros(2, np.float32))
     _, state = tx.update(tp.copy(model), tx.init(model), model)
-    updates, after = tx.update({"a": np.zeros(2, np.float32), "b": missing}, state, model)
-    before, trace = state.runs[0][0].trace, after.runs[0][0].trace
-    np.testing.assert_allclose((before["b"], trace["a"]), [[1, 1], [0.9, 0.9]], rtol=1e-6)
-    assert_same(trace["b"], before["b"])
-    assert updates["b"] is None
+    (want, both), (updates, after) = (tx.update(grads, state, model) for grads in (zero, zero | {"b": missing}))
+    assert not np.array_equal(of_b(state, True), of_b(both, True))
+    assert_same((of_b(after, True), of_b(after, False)), (of_b(state, True), of_b(both, False)))
+    assert_close(updates, want | {"b": None}, 1e-6)
     assert optim.apply_updates(model, updates)["b"] is model["b"]
-    assert jax.tree.structure(after) == jax.tree.structure(state)
-    updates, unmoved = tx.update({"a": None, "b": missing}, after, model)
+    updates, unmoved = tx.update({"b": missing}, after, model)
     assert jax.tree.leaves(updates) == []
     assert_same(unmoved, after)
 
@@ -239,13 +238,17 @@ def test_gradients_wider_than_their_leaf_keep_single_precision_up_to_the_rule(fo
     look = optax.stateless(lambda grads, params: seen.append(jax.tree.leaves(grads)[0].dtype) or grads)
     tx = form(optax.chain(look, optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
     grads = {"w": np.full(2, 1e5, np.float32)}  # no number of half precision
-    for dtype in ("float16", "bfloat16", "float64"):  # of NumPy; without x64 single precision
+
+    def stepped(dtype):
         model = {"w": np.ones(2, dtype)}
-        after = jax.jit(lambda model=model: optim.step(tx, grads, tx.init(model), model)[0])()
-        np.testing.assert_allclose(np.asarray(after["w"], np.float32), 1 - np.sqrt(0.5), rtol=1e-2)
+        after, _ = optim.step(tx, grads, tx.init(model), model)
         assert seen[-1] == jnp.float32
-        jax.eval_shape(lambda model: tx.update(tp.copy(model), tx.init(model), model), model)
+        tx.update(tp.copy(model), tx.init(model), model)
         assert seen[-1] == after["w"].dtype == jax.dtypes.canonicalize_dtype(dtype)
+        return after["w"].astype(jnp.float32)
+
+    dtypes = ("float16", "bfloat16", "float64")  # of NumPy; without x64 single precision
+    np.testing.assert_allclose(jax.jit(lambda: list(map(stepped, dtypes)))(), np.full((3, 2), 1 - np.sqrt(0.5)), 1e-2)
 
 
 def test_functions_among_the_extra_arguments_are_called_with_models():
@@ -277,13 +280,13 @@ def test_what_trains_is_what_the_state_says_and_updates_may_be_gradients():
 @forms
 def test_dtypes_never_drift(form):
     with zoo.enable_x64(True):
-        model = {"half": jnp.ones(3, "float16"), "low": jnp.ones(3, "bfloat16"), "single": jnp.ones(2, jnp.float32)}
+        model = {dtype: jax.device_put(np.ones(3).astype(dtype)) for dtype in ("float16", "bfloat16", "float32")}
         tx = form(optax.chain(optax.clip(10.0), optax.adamw(optax.constant_schedule(1e-3))))
         state = tx.init(model)
-        grads = jax.tree.map(lambda x: np.ones(x.shape), model)  # wider than any leaf
-        shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
+        grads = {dtype: np.ones(3) for dtype in model}  # wider than any leaf
+        kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
         after = jax.eval_shape(lambda model, state: optim.step(tx, grads, state, model), model, state)
-        assert shapes(after) == shapes((model, state))
+        assert kinds(after) == kinds((model, state))
 
 
 clip, injected = optim.clip_by_global_norm(0.5), optax.inject_hyperparams(optax.sgd)(0.1)
@@ -331,15 +334,6 @@ def test_the_public_names_are_these():
     assert {name for name, value in vars(optim).items() if name[0] != "_" and callable(value)} == {*names.split()}
 
 
-def test_a_rule_that_changes_its_state_is_refused():
-    model = two()
-    for change, match in ((lambda s: (s,), "structure of its state"), (lambda s: s[:1], "shape of its state at")):
-        rule = optax.GradientTransformation(lambda p: jnp.zeros(2), lambda u, s, p=None, c=change: (u, c(s)))
-        tx = optim.trainable(rule)
-        with pytest.raises(ValueError, match=match):
-            tx.update(tp.copy(model), tx.init(model), model)
-
-
 @forms
 @pytest.mark.parametrize("name", ["nothing trained", "all frozen"])
 def test_nothing_trained_warns_and_changes_nothing(form, name):
@@ -350,8 +344,6 @@ def test_nothing_trained_warns_and_changes_nothing(form, name):
     same, after = optim.step(tx, jax.tree.map(lambda _: None, model), state, model)
     assert_same((same, after), (model, state))
 
-
-# -- What a state has in it: value and gradient of a line search, parameters to evaluate at, hyperparameters -----------
 
 SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9, store_grad=True))
 
@@ -366,40 +358,26 @@ def test_a_step_evaluates_the_loss_as_often_as_in_the_loop_of_optax():
     counted, sizes, (model, params) = collections.Counter(), jnp.array([1.0, 9.0]), problem()
     layout = tp.layout(model).freeze("mean")
 
-    def counting(name, parts_of):
+    def run(name, tx, start, fetch, apply, parts_of):
         def loss(tree, sizes):
             jax.debug.callback(lambda: counted.update([name]))
             first, again, other = parts_of(tree)
             return jnp.sum(sizes * first**2 + again**4) + jnp.sum(other**2)
 
-        return loss
-
-    def run(fetch, step, loss, start):
         def one(carry, _):
-            value, grad = fetch(loss)(carry[0], sizes, state=carry[1])
-            extra = {"value": value, "grad": grad, "value_fn": loss, "sizes": sizes}
-            return step(grad, carry[1], carry[0], **extra), value
+            tree, state = carry
+            value, grad = fetch(loss)(tree, sizes, state=state)
+            updates, state = tx.update(grad, state, tree, value=value, grad=grad, value_fn=loss, sizes=sizes)
+            return (apply(tree, updates), state), value
 
-        return jax.lax.scan(one, start, length=6)[1]
+        return jax.lax.scan(one, (start, tx.init(start)), length=6)[1]
 
-    def plain(gradient, state, params, **extra):
-        updates, state = SEARCH.update(gradient, state, params, **extra)
-        return optax.apply_updates(params, updates), state
-
-    @jax.jit
-    def runs():
-        loss = counting("optax", lambda params: (params["a"], params["a"], params["c"]))
-        values = [run(optax.value_and_grad_from_state, plain, loss, (params, SEARCH.init(params)))]
-        for form in ("tree", "vector"):
-            tx, loss = optim.trainable(SEARCH, layout, form=form), counting(form, lambda m: (m["a"], *m["b"]))
-            start = model, tx.init(model)
-            values.append(run(optim.value_and_grad_from_state, functools.partial(optim.step, tx), loss, start))
-        return values
-
-    wanted, *found = runs()
+    by_optax = optax.value_and_grad_from_state, optax.apply_updates, lambda p: (p["a"], p["a"], p["c"])
+    ours = optim.value_and_grad_from_state, optim.apply_updates, lambda model: (model["a"], *model["b"])
+    of = lambda form: run(form, optim.trainable(SEARCH, layout, form=form), model, *ours)
+    wanted, *found = jax.jit(lambda: [run("optax", SEARCH, params, *by_optax), of("tree"), of("vector")])()
     jax.effects_barrier()
-    for values in found:
-        np.testing.assert_allclose(values, wanted, rtol=1e-5)
+    np.testing.assert_allclose(found, [wanted] * 2, rtol=1e-5)
     assert (len(counted), len(set(counted.values()))) == (3, 1), counted
 
 
@@ -453,37 +431,6 @@ def test_each_history_is_evaluated_by_itself():
     assert optim.eval_params(of_second, held, model)["y"] is model["y"]
 
 
-def test_an_average_of_stacks_is_that_of_the_model():
-    model, tx = {"a": ramp(2), "b": [ramp(2, 2), ramp(2)], "n": jnp.array(3)}, STACKS(MOMENTUM)
-    after, _ = optim.step(tx, two() | {"b": model["b"]}, tx.init(model), model)
-    (old, _), (new, restructure) = tp.stack(model), tp.stack(after)
-    average = tp.ema(old, new, decay=0.5)
-    assert average.keys() == old.keys()
-    assert_same(restructure(average), tp.ema(model, after, decay=0.5), identity=False)
-
-
-def test_a_state_that_has_no_such_thing_is_refused():
-    model, loss = {"x": ramp(2), "y": ramp(2)}, lambda model: jnp.sum(model["x"])
-    forgets = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9))
-    mixed = optim.groups({"x": FREE}, default=optax.sgd(0.1, momentum=0.9))
-    searches = lambda state: optim.value_and_grad_from_state(loss)(model, state=state)
-    evaluates = lambda state: optim.eval_params(EVALUATE, state, model)
-    many, no_model = (
-        r"expected one line search .*, found {}: use optax\.lbfgs",
-        "the state of one transformation over mod",
-    )
-    for call, state, match in (
-        (searches, optim.trainable(optax.adam(0.1)).init(model), many.format(0)),
-        (searches, optim.trainable(forgets).init(model), many.format(0)),
-        (searches, optim.trainable(optax.chain(SEARCH, SEARCH)).init(model), many.format(2)),
-        (searches, SEARCH.init(model), f"expected {no_model}"),
-        (evaluates, optim.trainable(mixed, form="stacks").init(model), "in stacks of groups"),
-        (evaluates, FREE.init(model), f"expected {no_model}"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            call(state)
-
-
 def test_hyperparameters_are_where_the_users_of_optax_read_them():
     model = {"a": ramp(2), "b": ramp(2)}
     tx = optim.trainable(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.5), "a")
@@ -496,9 +443,6 @@ def test_hyperparameters_are_where_the_users_of_optax_read_them():
     assert rows.init(model).hyperparams["learning_rate"].shape == (1,)
     with pytest.raises(ValueError, match=r"several histories train, each with hyperparameters in state.runs: a; b"):
         _ = optim.set_trainable(rows, rows.update(tp.copy(model), rows.init(model), model)[1], model).hyperparams
-
-
-# -- Code that adds an update to every leaf: updates of zeros, in place of `None` --------------------------------------
 
 
 def test_apply_updates_keeps_what_has_no_update():
@@ -559,12 +503,12 @@ def test_what_nothing_can_be_added_to_has_no_zero_and_optax_fetches_from_such_a_
 
 @forms
 def test_a_train_state_trains_what_is_not_frozen_with_ties(form):
-    shared = ramp(2, 3)
-    params = {"encoder": {"table": ramp(3)}, "embed": shared, "head": shared, "count": jnp.array(3)}
+    shared = ramp(2)
+    params = {"encoder": {"table": ramp(2)}, "embed": shared, "head": shared, "count": jnp.array(3)}
     run = TrainState.create(apply_fn=None, params=params, tx=form(optax.adamw(0.1), "!encoder", missing="zeros"))
     run = run.apply_gradients(grads=jax.tree.map(lambda leaf: np.ones(leaf.shape, "f4"), params))
     # The first step of Adam is as long as the rate, whatever the gradient; then comes the decay.
-    np.testing.assert_allclose(run.params["embed"], np.asarray(shared) * (1 - 0.1 * 1e-4) - 0.1, rtol=1e-5)
+    stepped = np.asarray(shared) * np.float32(1 - 0.1 * 1e-4) - np.float32(0.1)
+    assert_close(run.params, params | {"embed": stepped, "head": stepped})
     np.testing.assert_array_equal(run.params["embed"], run.params["head"])
-    np.testing.assert_array_equal(run.params["encoder"]["table"], params["encoder"]["table"])
-    assert int(run.params["count"]) == 3
+    assert_same(run.params["encoder"], params["encoder"])

@@ -1,7 +1,7 @@
-"""States of rules as copies of a form: which array is of which parameter, all that follows from it, and those of plain
-Optax as such states and back."""
+"""States of rules: those that cannot be divided by parameter, what they hold, and those of plain Optax and back."""
 
 import collections
+import functools
 import gc
 import pickle
 import weakref
@@ -15,59 +15,9 @@ import pytest
 
 import treeparams as tp
 from treeparams import optim, saving
-from treeparams._forms.form import Form
-from treeparams._forms.states import Division
 
 from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
-from .shared import in_a_list, pair
-
-MODEL = {"deep": [ramp(2, 3), ramp(2, 3)], "w": ramp(3), "s": ramp()}
-LAYOUT = tp.layout(MODEL)
-
-
-def _owners(rule, form):
-    """The paths, place and axis of each array, by its own path; those that all share have none."""
-    state = jax.eval_shape(rule.init, form.shapes())
-    division = Division.of(rule.init, form, state)
-    assert not division.problem
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    return dict(zip(names, division.owners, strict=True))
-
-
-def test_each_array_is_of_one_parameter_in_a_tree_of_all_in_a_vector_and_has_a_row_for_each_in_stacks():
-    found = _owners(optax.adam(0.1), Form.tree(LAYOUT))
-    owners = found["[0].nu['deep'][1]"]
-    assert (owners.paths, owners.place, owners.axis) == (("deep.1",), (("0", "nu"), ()), None)
-    assert [path for path, each in found.items() if each is None] == ["[0].count"]
-    owners = _owners(optax.adam(0.1), Form.vector(LAYOUT))["[0].mu"]
-    assert (owners.paths, owners.place, owners.axis) == (LAYOUT.paths, (("0", "mu"), ()), 0)
-    assert owners.block.starts == [0, 6, 12, 13, 16]
-    found = _owners(optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2)), Form.stacks(LAYOUT))
-    owners = next(each for path, each in found.items() if "v_row" in path and "[2,3]" in path)
-    assert (owners.paths, owners.axis, owners.block.has_rows) == (("deep.0", "deep.1"), 0, True)
-    assert None not in found.values()  # counts too
-
-
-def test_a_list_is_divided_by_number():
-    in_list = in_a_list(lambda leaf: {"sum": jnp.zeros_like(leaf)})
-    for form in (Form.tree, Form.stacks):
-        found = _owners(optax.chain(optax.adam(0.1), in_list), form(LAYOUT))
-        listed = [each for path, each in found.items() if path.startswith("[1]")]
-        assert [each.paths for each in listed] == [each.paths for path, each in found.items() if "mu" in path]
-        assert {each.place for each in listed} == {(("1",), ("sum",))}
-    found = _owners(in_a_list(lambda leaf: (jnp.zeros_like(leaf), jnp.zeros(()))), Form.tree(LAYOUT))
-    assert [found[f"[{i}][1]"].paths for i in range(4)] == [(path,) for path in LAYOUT.paths]
-
-
-@pytest.mark.parametrize(
-    "model", [[ramp(2), ramp(2)], {"mu": [ramp(2)], "0": ramp(2), "nu": ramp(2)}], ids=["list", "names"]
-)
-def test_a_parameter_may_be_called_as_the_state_is(model):
-    rule = optax.chain(optax.adam(0.1), optax.ema(0.9), optax.adam(0.1))
-    found = _owners(rule, Form.tree(tp.layout(model)))
-    for place in (("0", "0", "mu"), ("1", "ema"), ("2", "0", "nu")):
-        paths = [each.paths[0] for each in found.values() if each is not None and each.place == (place, ())]
-        assert paths == list(tp.layout(model).paths)
+from .shared import pair
 
 
 def _numbered(grads, state, params=None):
@@ -77,9 +27,8 @@ def _numbered(grads, state, params=None):
 
 
 # Arrays of all parameters: they go into one another, or have one number for each, or for each pair.
-_pairs = optax.GradientTransformation(
-    lambda p: {"n": jnp.zeros((len(jax.tree.leaves(p)),) * 2)}, lambda g, s, p: (g, s)
-)
+_zeros = lambda params: {"n": jnp.zeros((len(jax.tree.leaves(params)),) * 2)}
+_pairs = optax.GradientTransformation(_zeros, lambda grads, state, params: (grads, state))
 OF_ALL = {
     "flatten": optax.flatten(optax.adam(0.1)),
     "numbered": optax.GradientTransformation(lambda params: jnp.zeros(len(jax.tree.leaves(params))), _numbered),
@@ -119,9 +68,6 @@ def test_numbers_that_all_share_are_not_of_the_parameters():
     assert_same(state.runs[0][0].hyperparams["rates"], jnp.array([0.1, 0.2]))
 
 
-# -- What a state has in it, and what it has not -----------------------------------------------------------------------
-
-
 class Grid(eqx.Module):
     w: jax.Array
     at: object = eqx.field(static=True)
@@ -131,16 +77,16 @@ class Grid(eqx.Module):
 def test_models_of_one_class_have_static_arrays_of_their_own():
     rule = optax.adam(0.1)
     tx, gradient = optim.trainable(rule), {"net": {"w": jnp.array([3.0, 4.0])}}
+    plain, plain_state = jnp.ones(2), rule.init(jnp.ones(2))
+    for _ in range(2):
+        step, plain_state = rule.update(gradient["net"]["w"], plain_state, plain)
+        plain = plain + step
     for at in (np.arange(2.0), np.arange(2.0), np.arange(3), jnp.ones(2), "none", [1.0, 2.0]):
-        model, state = {"net": Grid(jnp.ones(2), at)}, None
-        plain, plain_state = jnp.ones(2), rule.init(jnp.ones(2))
+        model = {"net": Grid(jnp.ones(2), at)}
+        state = tx.init(model)
         for _ in range(2):  # the second in another process
-            model, state = optim.step(tx, gradient, tx.init(model) if state is None else state, model)
-            model, state = pickle.loads(pickle.dumps((model, state)))
-            steps, plain_state = rule.update(gradient["net"]["w"], plain_state, plain)
-            plain = plain + steps
-        assert_same(model["net"].w, plain)
-        assert_same(model["net"].at, at)
+            model, state = pickle.loads(pickle.dumps(optim.step(tx, gradient, state, model)))
+        assert_same((model["net"].w, model["net"].at), (plain, at))
     model = {"net": Grid(jnp.ones(2), np.arange(2.0)), "b": jnp.ones(2)}
     decay = optim.trainable(optax.add_decayed_weights(1.0, mask=tp.layout(model, "net").mask))
     updates, _ = decay.update(jax.tree.map(jnp.zeros_like, model), decay.init(model), model)
@@ -156,7 +102,7 @@ def test_nothing_that_models_hold_lives_as_long_as_the_transformation():
         captured = np.ones(3)
         return Net(jnp.ones((2, 2)), lambda x: x + captured), weakref.ref(captured)
 
-    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.lamb(0.1))), form="stacks")
+    tx = STACKS(optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.sgd(0.1, momentum=0.9))))
     model, captured = make()
     tx.update(tp.partition(model)[0], tx.init(model), model)
     del model
@@ -165,14 +111,12 @@ def test_nothing_that_models_hold_lives_as_long_as_the_transformation():
 
 
 def test_extra_arguments_reach_what_is_within_multisteps():
-    scaled = optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(),
-        lambda grads, state, params=None, *, scale=1.0, **_: (jax.tree.map(lambda g: -scale * g, grads), state),
-    )
+    update = lambda grads, state, params=None, *, scale=1.0, **_: (jax.tree.map(lambda g: -scale * g, grads), state)
+    scaled = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     plateau, model = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), pair()
     for tx, extra in (
         (optim.trainable(optax.MultiSteps(scaled, 1)), {"scale": 0.1}),
-        (optim.trainable(optim.per_leaf(optax.MultiSteps(scaled, 1)), form="stacks"), {"scale": 0.1}),
+        (STACKS(optim.per_leaf(optax.MultiSteps(scaled, 1))), {"scale": 0.1}),
         (optim.trainable(optax.MultiSteps(plateau, 1)), {"value": jnp.float32(1.0)}),
     ):
         updates, _ = tx.update(tp.copy(model), tx.init(model), model, **extra)
@@ -193,18 +137,13 @@ def test_a_state_prints_a_line_for_each_history_and_a_transformation_what_it_is(
     assert repr(jax.tree.map(lambda _: None, state)) == "TrainableState\n  trains, unknown steps taken: a"
 
 
-# -- From plain Optax and back -----------------------------------------------------------------------------------------
-
 SCHEDULE, NOTHING = optax.linear_schedule(0.1, 0.01, 5), optax.set_to_zero()
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(SCHEDULE))
 FLAT = optax.clip(1.0), optax.trace(0.9), optax.scale_by_learning_rate(SCHEDULE)
 RATES, FACTORS = optax.inject_hyperparams(optax.adam)(0.1), optax.adafactor(0.1, min_dim_size_to_factor=2)
 GROUPS = optim.groups({"w": optax.adam(0.1)}, default=RATES)
-
-
-masked = lambda rule, *, frozen: optax.masked(
-    rule, {"w": not frozen, "b": [not frozen], "mean": frozen, "n": None, "f": None}
-)
+_mask = lambda frozen: {"w": not frozen, "b": [not frozen], "mean": frozen, "n": None, "f": None}
+masked = lambda rule, *, frozen: optax.masked(rule, _mask(frozen))
 
 
 def parted(w, b, labels=("w", "b", "frozen"), frozen=NOTHING):
@@ -242,15 +181,17 @@ IN_FORMS = {"in a vector": VECTOR(optax.adam(0.1), "!mean"), "in stacks": STACKS
 TXS = {name: optim.trainable(rule, "!mean") for name, (_, rule) in RULES.items()} | IN_FORMS
 TXS |= {name: STACKS(optim.per_leaf(rule), "!mean") for name, rule in IN_ROWS.items()}
 RULES = {name: rule for name, (rule, _) in RULES.items()} | IN_ROWS | dict.fromkeys(IN_FORMS, optax.adam(0.1))
-WITH_ADAM = optim.trainable(optax.adam(0.1))
+ADAM = optax.adam(0.1)
+WITH_ADAM = optim.trainable(ADAM)
 MEMORY = optax.scale_by_lbfgs(memory_size=2)
 whole = lambda: {"w": ramp(2, 3), "b": [ramp(3)], "mean": ramp(3), "n": jnp.array(3), "f": jnp.tanh}
 arrays_of = lambda model: eqx.filter(model, eqx.is_inexact_array)
+added = lambda *leaves: jax.device_put(sum(map(np.asarray, leaves)))
 
 
 def grads_of(model):
     """Nothing moves `mean`, so that a norm over all is that of the others."""
-    return {"w": 0.5 * model["w"], "b": [0.5 * model["b"][0]], "mean": 0 * model["mean"], "n": None, "f": None}
+    return jax.tree.map(lambda leaf: 0.5 * np.asarray(leaf), arrays_of(model)) | {"mean": np.zeros(3, np.float32)}
 
 
 def test_the_next_steps_are_those_of_optax_and_the_way_back_is_its_state():
@@ -258,17 +199,19 @@ def test_the_next_steps_are_those_of_optax_and_the_way_back_is_its_state():
     model = whole()
     begin = arrays_of(model)
     for name, tx in TXS.items():
-        rule, params, after = RULES[name], begin, model
-        theirs, ours = rule.init(params), None
+        rule, params, after, step = RULES[name], begin, model, functools.partial(optim.step, tx)
+        theirs, ours, update = rule.init(params), None, rule.update
+        if name in IN_ROWS | IN_FORMS:  # of which others have no operation
+            update, step = jax.jit(update), tp.jit(step)
         for time in range(4):
             if time == 2:
                 ours, after = optim.from_optax(tx, theirs, model), eqx.combine(params, model)
                 assert_same(optim.to_optax(tx, ours, like=theirs), theirs, identity=False)
                 assert int(ours.counts[0]) == {"momentum": 0, "several": 1, "within steps": 1}.get(name, 2)
             if time >= 2:
-                after, ours = optim.step(tx, grads_of(after), ours, after)
-            updates, theirs = rule.update(grads_of(params), theirs, params)
-            params = optax.apply_updates(params, updates)
+                after, ours = step(grads_of(after), ours, after)
+            updates, theirs = update(grads_of(params), theirs, params)
+            params = jax.tree.map(added, params, updates)
         same = assert_same if name in SAME else assert_close  # of another program XLA rounds otherwise
         same([after["w"], after["b"]], [params["w"], params["b"]])
         back = optim.to_optax(tx, ours, rule.init(begin))
@@ -276,34 +219,27 @@ def test_the_next_steps_are_those_of_optax_and_the_way_back_is_its_state():
         assert_same(optim.from_optax(tx, back, model).runs, ours.runs)
 
 
-def test_the_memory_of_lbfgs_goes_over_as_a_whole_and_a_restored_state_may_be_dictionaries_of_numpy():
-    params, tx, model, adam = {"w": ramp(2, 3), "b": ramp(3)}, optim.trainable(MEMORY), whole(), optax.adam(0.1)
-    theirs = jax.tree.map(lambda leaf: leaf + 1, MEMORY.init(params))
-    state = optim.from_optax(tx, theirs, params)
-    assert_same((state.runs[0], optim.to_optax(tx, state, MEMORY.init(params))), (theirs, theirs), identity=False)
-    made = adam.init(arrays_of(model))
-    restored = {"0": {"count": np.int32(5), "mu": jax.tree.map(np.asarray, made[0].mu), "nu": made[0].nu}}
-    state = optim.from_optax(WITH_ADAM, restored, model)
-    assert_same(state.runs[0][0], made[0]._replace(count=jnp.array(5, jnp.int32)))
+NAMED = [ramp(2), {"a.w": ramp(2), "a": ramp(3)}, [ramp(2), [ramp(3), ramp(1)]]]
 
 
-@pytest.mark.parametrize("model", [ramp(2), {"a.w": ramp(2), "a": ramp(3)}, [ramp(2), [ramp(3), ramp(1)]]])
-def test_any_names(model):
-    theirs = jax.tree.map(lambda leaf: leaf + 1, RATES.init(model))
-    tx = optim.trainable(RATES)
+@pytest.mark.parametrize(("rule", "model"), [(MEMORY, {"w": ramp(2, 3), "b": ramp(3)}), *((RATES, m) for m in NAMED)])
+def test_any_names_go_over_and_the_memory_of_lbfgs_as_a_whole(rule, model):
+    theirs, tx = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, rule.init(model)), optim.trainable(rule)
     state = optim.from_optax(tx, theirs, model)
-    assert_same(state.runs[0], theirs, identity=False)
-    assert_same(optim.to_optax(tx, state, RATES.init(model)), theirs, identity=False)
+    assert_same((state.runs[0], optim.to_optax(tx, state, rule.init(model))), (theirs, theirs), identity=False)
+
+
+def test_a_restored_state_may_be_dictionaries_of_numpy():
+    (made, *_), model = ADAM.init(arrays_of(whole())), whole()
+    restored = {"0": {"count": np.int32(5), "mu": jax.tree.map(np.asarray, made.mu), "nu": made.nu}}
+    assert_same(optim.from_optax(WITH_ADAM, restored, model).runs[0][0], made._replace(count=jnp.array(5, jnp.int32)))
 
 
 def test_ties_are_one_if_their_moments_are():
-    shared = ramp(2, 3)
+    shared, moment, rule = ramp(2, 3), ramp(2, 3, start=3.0), ADAM
     model = {"embed": shared, "head": shared, "decoder": shared.T}
     layout = tp.layout(model, ties={"decoder": ("embed", jnp.transpose)})
-    rule = optax.adam(0.1)
-    tx = optim.trainable(rule, layout)
-    moment = ramp(2, 3, start=3.0)
-    theirs = rule.init(model)
+    tx, theirs = optim.trainable(rule, layout), rule.init(model)
     theirs = (theirs[0]._replace(mu={"embed": moment, "head": moment, "decoder": moment.T}), *theirs[1:])
     state = optim.from_optax(tx, theirs, model)
     assert_same(state.runs[0][0].mu, {"embed": moment, "head": None, "decoder": None})
@@ -333,23 +269,22 @@ def test_what_is_frozen_has_on_the_way_back_what_the_state_holds_and_its_group_i
         optim.to_optax(tx, apart, rule.init(arrays_of(model)))
 
 
-def test_groups_that_have_not_run_alike_do_not_become_one():
-    model, rule = whole(), parted(RATES, RATES, ("body", "head", "frozen"))
-    theirs = rule.init(arrays_of(model))
+def run_apart():
+    """Groups that have not run alike, as one."""
+    theirs = theirs_of(parted(RATES, RATES, ("body", "head", "frozen")))
     theirs.inner_states["head"].inner_state.hyperparams["learning_rate"] = jnp.float32(0.2)
-    words = r"other values at 'inner_states\.body\..*than at 'inner_states\.head\..*keep them apart"
-    with pytest.raises(ValueError, match=words):
-        optim.from_optax(optim.trainable(RATES, "!mean"), theirs, model)
+    return optim.from_optax(optim.trainable(RATES, "!mean"), theirs, whole())
 
 
-taken = lambda tx, rule, **others: optim.from_optax(tx, rule.init(arrays_of(whole()) | others), whole())
-given = lambda rule, **others: optim.to_optax(
-    WITH_ADAM, WITH_ADAM.init(whole()), rule.init(arrays_of(whole()) | others)
-)
-ADAM, SGD, OURS = optax.adam(0.1), optax.sgd(0.1, momentum=0.9), r"expected optim\.trainable\(\.\.\.\)"
+theirs_of = lambda rule, **others: rule.init(arrays_of(whole()) | others)
+taken = lambda tx, rule, **others: optim.from_optax(tx, theirs_of(rule, **others), whole())
+given = lambda rule, **others: optim.to_optax(WITH_ADAM, WITH_ADAM.init(whole()), theirs_of(rule, **others))
+SGD, OURS = optax.sgd(0.1, momentum=0.9), r"expected optim\.trainable\(\.\.\.\)"
+APART = r"other values at 'inner_states\.body\..*than at 'inner_states\.head\..*keep them apart"
 LOW = optax.adam(0.1, mu_dtype=jnp.bfloat16)
 ALL = "L-BFGS remembers steps of all parameters"
 REFUSED = [
+    (run_apart, ValueError, APART),
     (lambda: taken(WITH_ADAM, SGD), ValueError, r"nothing at 0\.count, 0\.mu\.b\.0.*but has 0\.trace\.b\.0"),
     (lambda: taken(optim.trainable(optax.sgd(0.1)), ADAM), ValueError, r"has 0\.count, 0\.mu\.b\.0.* has no place"),
     (lambda: taken(WITH_ADAM, LOW), ValueError, r"bfloat16\[3\] at '0\.mu\.b\.0', .*keeps float32\[3\]"),
