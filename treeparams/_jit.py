@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_a
 import jax
 import jax.tree_util as jtu
 
-from ._slots.parts import Rest, arrays_in, as_rest, diff_of, index_in, put_together, unpacked, with_kept_arrays
+from ._slots.parts import Rest
 from ._tree.structure import getter, naming_deleted
 from ._tree.text import describe
 
@@ -89,8 +89,8 @@ class Jitted(Generic[P, R]):
         # leaves, whichever arguments these are in. Donated arrays are passed beside it, and `None` marks their gaps.
         def run(donated: Sequence[Any], kept: Rest[Any]) -> Rest[R]:
             left = iter(donated)
-            arrays = [next(left) if array is None else array for array in arrays_in(kept)]
-            return _rest_of_call(unpacked(with_kept_arrays(kept, arrays)))
+            arrays = [next(left) if array is None else array for array in kept.arrays]
+            return _rest_of_call(kept.replaced(arrays).unpacked())
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._run = jax.jit(run, donate_argnums=() if donate == "none" else 0, **jit_kwargs)
@@ -101,12 +101,12 @@ class Jitted(Generic[P, R]):
         with naming_deleted([*args, kwargs]), warnings.catch_warnings() if is_silent else contextlib.nullcontext():
             if is_silent:
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return put_together(self._run(donated, kept), ())
+            return self._run(donated, kept).model()
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """Lowers the program for these arguments without compiling it: `as_text()`, `cost_analysis()`, `compile()`."""
         donated, kept = self._take_apart(args, kwargs)
-        return Stage(self._take_apart, self._run.lower(donated, kept), with_kept_arrays(kept, ()))
+        return Stage(self._take_apart, self._run.lower(donated, kept), kept.replaced(()))
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> "Jitted[P, R]": ...
@@ -118,7 +118,7 @@ class Jitted(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Rest[Any]]:
-        call = as_rest((self._fun, args, kwargs), by_shape=False)
+        call = Rest.of((self._fun, args, kwargs), by_shape=False)
         return ((), call) if self._donate == "none" else _without_donated(call, self._donate)
 
 
@@ -141,18 +141,18 @@ def checkpoint(
     Returns:
         The function.
     """
-    saving = jax.checkpoint(lambda call: _rest_of_call(unpacked(call)), prevent_cse=prevent_cse, policy=policy)
+    saving = jax.checkpoint(lambda call: _rest_of_call(call.unpacked()), prevent_cse=prevent_cse, policy=policy)
 
     @functools.wraps(fun, updated=())
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        return put_together(saving(as_rest((fun, args, kwargs), by_shape=False)), ())
+        return saving(Rest.of((fun, args, kwargs), by_shape=False)).model()
 
     return run
 
 
 def _rest_of_call(call: tuple[Callable[..., R], Iterable[Any], dict[str, Any]]) -> Rest[R]:
     fun, args, kwargs = call
-    return as_rest(fun(*args, **kwargs))
+    return Rest.of(fun(*args, **kwargs))
 
 
 def vmap(
@@ -185,25 +185,25 @@ def vmap(
     is_tuple = isinstance(out_axes, tuple)
 
     def of_arrays(args: tuple[Rest[Any], ...], kwargs: dict[str, Rest[Any]]) -> Any:
-        result: Any = _rest_of_call((fun, map(unpacked, args), {name: unpacked(each) for name, each in kwargs.items()}))
-        return tuple(map(as_rest, put_together(result, ()))) if is_tuple else result
+        by_name = {name: each.unpacked() for name, each in kwargs.items()}
+        result: Any = _rest_of_call((fun, map(Rest.unpacked, args), by_name))
+        return tuple(map(Rest.of, result.model())) if is_tuple else result
 
     mapped = jax.vmap(of_arrays, in_axes=(axes, 0), out_axes=out_axes, **vmap_kwargs)
 
     @functools.wraps(fun, updated=())
     def run(*args: P.args, **kwargs: P.kwargs) -> Any:
-        result = mapped(tuple(map(as_rest, args)), {name: as_rest(each) for name, each in kwargs.items()})
-        return tuple([put_together(each, ()) for each in result]) if is_tuple else put_together(result, ())
+        result = mapped(tuple(map(Rest.of, args)), {name: Rest.of(each) for name, each in kwargs.items()})
+        return tuple([each.model() for each in result]) if is_tuple else result.model()
 
     return run
 
 
 def _without_donated(call: Rest[Any], donate: Donate) -> tuple[tuple[Any, ...], Rest[Any]]:
     """Returns the donated arrays, and the call with `None` in their place."""
-    structure = index_in(call).structure
-    donated, kept = structure.remember(("donated", donate), lambda: _donation(call, donate))
-    arrays = [*arrays_in(call), None]
-    return donated(arrays), with_kept_arrays(call, kept(arrays))
+    donated, kept = call.index.structure.remember(("donated", donate), lambda: _donation(call, donate))
+    arrays = [*call.arrays, None]
+    return donated(arrays), call.replaced(kept(arrays))
 
 
 def _donation(call: Rest[Any], donate: Donate) -> tuple[Callable[[Any], tuple[Any, ...]], ...]:
@@ -211,7 +211,7 @@ def _donation(call: Rest[Any], donate: Donate) -> tuple[Callable[[Any], tuple[An
 
     The first returns the donated arrays, the second all arrays with `None` in place of the donated ones.
     """
-    index, count = index_in(call), len(arrays_in(call))
+    index, count = call.index, len(call.arrays)
     first = range(0)
     if donate.endswith("except-first"):
         fun, args, _ = index.structure.treedef.children()
@@ -240,12 +240,12 @@ class Stage:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         donated, kept = self._take_apart(args, kwargs)
-        call = with_kept_arrays(kept, ())
+        call = kept.replaced(())
         if jtu.tree_structure(call) != jtu.tree_structure(self._lowered_for):
-            differences = diff_of(self._lowered_for, call).in_words() or _UNSEEN
+            differences = self._lowered_for.diff(call).in_words() or _UNSEEN
             what = "the program was lowered for other arguments (the first; these are the second)"
             raise ValueError(f"{what}:\n{differences}")
-        return put_together(self._stage(donated, kept), ())
+        return self._stage(donated, kept).model()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_stage":  # of a copy that is being made

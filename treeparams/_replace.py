@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from ._slots.accidents import note_ties
 from ._slots.layout import Layout, look_up
 from ._slots.where import name_of, read, select
-from ._tree.structure import Structure, is_array, structure_of
+from ._tree.structure import Node, Structure, is_array, structure_of
 from ._tree.text import describe, in_short
 from ._tree.types import value_of
 
@@ -99,23 +99,22 @@ def _represents_array(cls: type) -> bool:
     return hasattr(cls, "to_dense") or (hasattr(cls, "unwrap") and cls.__name__ != "NonTrainable")
 
 
-def _nodes_named(structure: Structure, where: object) -> dict[int, Any]:
+def _nodes_named(structure: Structure, where: object) -> dict[int, Node]:
     """Returns for each leaf in a node that a `where` names, and that represents an array, where its leaves lie."""
     found = {}
-    for span in [span for match in read(structure, where)[0] for span in match.spans]:
-        if span.number is not None and _represents_array(structure.nodes[span.number].cls):
-            found |= dict.fromkeys(range(span.start, span.stop), span)
+    for node in [node for match in read(structure, where)[0] for node in match.nodes]:
+        if _represents_array(node.cls):
+            found |= dict.fromkeys(range(node.start, node.stop), node)
     return found
 
 
-def _settable_node(structure: Structure, leaf: int, where: object, span: Any, leaves: Sequence[Any]) -> Any:
+def _settable_node(structure: Structure, leaf: int, where: object, node: Node | None, leaves: Sequence[Any]) -> Any:
     """Returns the node around a leaf if you can set its value; `None` if no node there represents an array."""
-    if span is None:
+    if node is None:
         return None
-    cls = structure.nodes[span.number].cls
-    if getattr(cls, "is_made_of_its_value", False):
-        return jtu.tree_unflatten(structure.subtreedefs[span.number], leaves[span.start : span.stop])
-    what = f"{name_of(where)} names a {cls.__name__}, whose value is computed from the arrays in it"
+    if getattr(node.cls, "is_made_of_its_value", False):
+        return jtu.tree_unflatten(structure.subtreedefs[node.number], leaves[node.start : node.stop])
+    what = f"{name_of(where)} names a {node.cls.__name__}, whose value is computed from the arrays in it"
     remedy = f"name one of these, such as {structure.paths[leaf]!r}, or put another node there"
     raise TypeError(f"{what}: {remedy}, eqx.tree_at(where, model, node)")
 

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._tree.structure import Spec, Structure, same_treedef
+from .._tree.structure import Node, Spec, Structure, same_treedef
 from .._tree.text import first_few, warn
 from .index import Index
 
@@ -63,12 +63,11 @@ def _places(word: str, structure: Structure, pair: _Pair, anywhere: str, at_root
     A warning is noted of `the whole` of the model that it names, and of each `part`. So a model is known if it is a
     part of such a model, or has a part that is the whole of one.
     """
-    for number in _holding(structure, pair):
-        node, key = structure.nodes[number], (word, structure.kinds[number])
-        leaves = {i - node.start for i in pair}
+    for node in _holding(structure, pair):
+        key, leaves = (word, structure.kinds[node.number]), {i - node.start for i in pair}
         if word in _OF_ONE_MODEL:
-            key = *key, hash(_shapes(structure, number))
-            if not number:
+            key = *key, hash(_shapes(structure, node))
+            if not node.number:
                 yield (*key, at_root), leaves
             key = *key, anywhere
         yield key, leaves
@@ -84,12 +83,12 @@ def _set_facts(key: Hashable, facts: Iterable[Any], *, is_change: bool = False) 
             _facts.popitem(last=False)
 
 
-def _holding(structure: Structure, pair: _Pair) -> list[int]:
+def _holding(structure: Structure, pair: _Pair) -> list[Node]:
     """Returns the nodes that hold both of two leaves, from the root to the innermost."""
-    found, number, nodes = [], 0, structure.nodes
+    found, number, nodes = list[Node](), 0, structure.nodes
     while number < len(nodes) and nodes[number].start <= min(pair):
         is_within = max(pair) < nodes[number].stop
-        found += [number] * is_within
+        found += nodes[number : number + is_within]
         number = number + 1 if is_within else nodes[number].last
     return found
 
@@ -129,13 +128,12 @@ def note_ties(
     _note("said", structure, pairs if is_said else ())
     inside = collections.defaultdict[int, set[_Pair]](set)
     for pair in pairs if not structure.is_traced else ():
-        for number in _holding(structure, pair):
-            start = structure.nodes[number].start
-            inside[number].add((pair[0] - start, pair[1] - start))
-    for number, its in inside.items():
-        key = word, structure.kind_of(number)
-        known, fact = _facts.get(key), (_shapes(structure, number), frozenset(its))
-        is_new_kind = above is None or (len(structure.nodes[number].entries) >= above and known != {})
+        for node in _holding(structure, pair):
+            inside[node.number].add((pair[0] - node.start, pair[1] - node.start))
+    for node, its in [(structure.nodes[number], its) for number, its in inside.items()]:
+        key = word, structure.kind_of(node.number)
+        known, fact = _facts.get(key), (_shapes(structure, node), frozenset(its))
+        is_new_kind = above is None or (len(node.entries) >= above and known != {})
         if is_new_kind and fact not in (known or {}):
             _set_facts(key, [*list(known or {})[-_SHAPES:], fact], is_change=True)
 
@@ -157,8 +155,7 @@ def _met(word: str, structure: Structure) -> list[_Pair]:
     return list(found)
 
 
-def _shapes(structure: Structure, number: int) -> tuple[tuple[int, ...] | None, ...]:
-    node = structure.nodes[number]
+def _shapes(structure: Structure, node: Node) -> tuple[tuple[int, ...] | None, ...]:
     return tuple([spec and spec.shape for spec in structure.specs[node.start : node.stop]])
 
 
@@ -219,20 +216,18 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
 
 def _is_one_node_repeated(structure: Structure) -> bool:
     """Returns whether a model is only a list, tuple or dictionary of the same node, as `[net] * 4`."""
-    numbers = [number for number, node in enumerate(structure.nodes) if len(node.entries) == 1]
-    if len(numbers) < 2 or structure.nodes[0].cls not in (list, tuple, dict):
+    nodes = [node for node in structure.nodes if len(node.entries) == 1]
+    if len(nodes) < 2 or structure.nodes[0].cls not in (list, tuple, dict):
         return False
-    first, treedefs = structure.nodes[numbers[0]], structure.subtreedefs
     # As long as the whole: there is nothing beside them. An inverse, say, holds the same arrays and is another node.
-    is_all = (first.stop - first.start) * len(numbers) == len(structure.specs)
-    arrays = [_arrays_below(structure, number) for number in numbers] if is_all else []
-    are_same = all(same_treedef(treedefs[number], treedefs[numbers[0]]) for number in numbers)
-    return is_all and are_same and arrays.count(arrays[0]) == len(arrays)
+    is_all = (nodes[0].stop - nodes[0].start) * len(nodes) == len(structure.specs)
+    treedefs, arrays = [structure.subtreedefs[node.number] for node in nodes], _arrays_below(structure, nodes[0])
+    are_same = all(same_treedef(each, treedefs[0]) for each in treedefs)
+    return is_all and are_same and all(_arrays_below(structure, node) == arrays for node in nodes)
 
 
-def _arrays_below(structure: Structure, number: int) -> list[tuple[tuple[str, ...], int]]:
+def _arrays_below(structure: Structure, node: Node) -> list[tuple[tuple[str, ...], int]]:
     """Returns the parameters of a node: their paths in it, and their arrays."""
-    node = structure.nodes[number]
     its = [i for i in range(node.start, node.stop) if structure.is_parameter(i)]
     return [(structure.entries[i][len(node.entries) :], structure.first[i]) for i in its]
 
@@ -245,13 +240,11 @@ def _is_accident(structure: Structure, pair: _Pair, is_constant: Callable[[int],
     """
     if not is_constant(pair[0]):
         return False
-    shared = _holding(structure, pair)
-    above = [[n for n in _holding(structure, (i, i)) if n not in shared] for i in pair]
-    for one, other in ((one, other) for one in above[0] for other in above[1]):
-        arrays = _arrays_below(structure, one)
-        if arrays == _arrays_below(structure, other) and not all(is_constant(i) for _, i in arrays):
-            return False
-    return True
+    shared = len(_holding(structure, pair))
+    # From the root on, the nodes above the one leaf are those above the other, as long as they hold both.
+    above = [[_arrays_below(structure, node) for node in _holding(structure, (i, i))[shared:]] for i in pair]
+    same = [arrays for arrays in above[0] if arrays in above[1]]
+    return all(is_constant(i) for arrays in same for _, i in arrays)
 
 
 def _unsaid_in_words(structure: Structure, pairs: Sequence[_Pair], reason: str) -> str:
