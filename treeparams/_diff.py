@@ -247,9 +247,9 @@ def _by_name(source: Any) -> Names:
     names = [unquote(path) if is_one_key(path) else name_of(path) for path in structure.paths]
     arrays = {names[i]: i for i, spec in enumerate(structure.specs) if spec is not None}
     specs = {name: array_spec(leaves[i]) for name, i in arrays.items()}
-    aliases = {name: names[structure.first[i]] for name, i in arrays.items() if structure.first[i] != i}
+    # As in a file, identity ties parameters alone: two counters that are one array are two places.
     ties = find_ties(structure)
-    aliases |= {names[tie.leaf]: names[tie.source] for tie in ties if not tie.transforms}
+    aliases = {names[tie.leaf]: names[tie.source] for tie in ties if not tie.transforms}
     values = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name not in arrays]
     numbers = {name: leaf for name, leaf in values if kind_in_words(type(leaf))}
     computed = [names[tie.leaf] for tie in ties if tie.transforms]

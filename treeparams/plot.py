@@ -95,7 +95,7 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
     return ax
 
 
-def _strips(known: Layout) -> dict[str, Sequence[Slot]]:
+def _strips(known: Layout) -> Mapping[str, Sequence[Slot]]:
     """Returns the parameters of each strip by its title."""
     title = f"the vector: {known.size:,} {known.dtype}, {in_bytes(known.size * known.dtype.itemsize)}"
     strips, frozen = {title: known.slots}, index_of(known).frozen

@@ -172,16 +172,14 @@ def _are_mapped(specs: Sequence[Spec | None], shapes: Sequence[tuple[int, ...] |
 
 # -- Tracers that are apart --------------------------------------------------------------------------------------------
 
-_apart: dict[int, "weakref.ref[Tracer]"] = {}  # by identity
+# By identity; an identity serves another object when a tracer is gone, so the entry goes with it.
+_apart = weakref.WeakValueDictionary[int, Tracer]()
 
 
 def keep_apart(tracers: Iterable[Any]) -> None:
     """Remembers tracers that are separate as their arrays are: arguments of `tp.jit`, slots of a `Rest`, copies."""
-    for each in tracers if changes else ():
-        if isinstance(each, Tracer):
-            # An identity serves another object when a tracer is gone, so the entry goes with it.
-            key = id(each)
-            _apart[key] = weakref.ref(each, lambda _, key=key: _apart.pop(key, None))
+    if changes:
+        _apart.update({id(each): each for each in tracers if isinstance(each, Tracer)})
 
 
 # -- One array, though nobody says so ----------------------------------------------------------------------------------
@@ -207,9 +205,13 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
     are_copies = pairs == unsaid and _is_one_node_repeated(structure)
     if not are_copies:
         pairs = [pair for pair in pairs if leaves[pair[0]].size > 1 and _is_accident(structure, pair, is_constant)]
+    places: dict[int, list[str]] = {}
+    for source, leaf in pairs:
+        places.setdefault(source, [repr(structure.paths[source])]).append(repr(structure.paths[leaf]))
     if pairs:
+        groups = [f"{first_few(its[:-1])} and {its[-1]}" for its in places.values()]
         reason = "in nodes that are the same throughout" if are_copies else "whose elements are all equal"
-        warn(_unsaid_in_words(structure, pairs, reason))
+        warn(_UNSAID.format(first_few(groups), *next(iter(places.values()))[:2], reason))
         # Where they part from now on, nobody has lost anything.
         note_untied(structure, [leaf for pair in pairs for leaf in pair])
 
@@ -247,15 +249,6 @@ def _is_accident(structure: Structure, pair: _Pair, is_constant: Callable[[int],
     return all(is_constant(i) for arrays in same for _, i in arrays)
 
 
-def _unsaid_in_words(structure: Structure, pairs: Sequence[_Pair], reason: str) -> str:
-    places: dict[int, list[str]] = {}
-    for source, leaf in pairs:
-        places.setdefault(source, [repr(structure.paths[source])]).append(repr(structure.paths[leaf]))
-    groups = [f"{first_few(its[:-1])} and {its[-1]}" for its in places.values()]
-    source, alias = next(iter(places.values()))[:2]
-    return _UNSAID.format(first_few(groups), source, alias, reason)
-
-
 _UNSAID = (
     "{0} are one array, {3}, so they train as one parameter. If they only start with equal values (biases, an "
     "ensemble, a target network), write model = tp.untie(model), or make a separate array for each. If they are meant "
@@ -274,9 +267,8 @@ def _parted(index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[_Pa
 def _come_apart(word: str, index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[_Pair]:
     """Returns the pairs that were tied in a model met before and are not in this one, of which any, or all, train."""
     # A layout may know the tie the other way round, or with a third leaf as the source of both.
-    one = [index.sources.get(first, first) for first in index.structure.first]
-    pairs = [(a, b) for a, b in _met(word, index.structure) if one[a] != one[b]]
-    return [pair for pair in pairs if trained(index.trained[i] for i in pair)]
+    one, flags = [index.sources.get(first, first) for first in index.structure.first], index.trained
+    return [(a, b) for a, b in _met(word, index.structure) if one[a] != one[b] and trained((flags[a], flags[b]))]
 
 
 def _warn_once(word: str, index: Index, pairs: Iterable[_Pair], message: str, between: str = "and") -> None:

@@ -532,10 +532,9 @@ def _joined(path: str, rows: Sequence[_Row]) -> _Row:
     roles = [row.role for row in rows]
     role = roles[0] if len(set(roles)) == 1 else f"{roles.count('trained')} of {len(rows)} trained"
     dtypes = dict.fromkeys(row.dtype for row in rows)
-    arrays, elements = sum(row.arrays for row in rows), sum(row.elements for row in rows)
-    nbytes = sum(row.nbytes for row in rows)
+    sizes = sum(row.arrays for row in rows), sum(row.elements for row in rows), sum(row.nbytes for row in rows)
     ties = first_few([row.tied_to for row in rows if row.tied_to])
-    return _Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
+    return _Row(path, None, ", ".join(dtypes), *sizes, role, "", ties)
 
 
 _FLOATS = ("float", "complex", "float16", "float32", "float64", "longdouble", "complex64", "complex128")

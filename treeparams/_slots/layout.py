@@ -233,8 +233,8 @@ class Layout(Printed):
         def ties(index: Index) -> list[tuple[str, str, Alias]]:
             # Transforms are compared: leaves have other numbers in another model.
             paths = index.structure.paths
-            bare = [dataclasses.replace(each, leaf=0, source=0) for each in index.ties]
-            return [(paths[tie.source], paths[tie.leaf], each) for tie, each in zip(index.ties, bare, strict=True)]
+            bare = lambda tie: dataclasses.replace(tie, leaf=0, source=0)
+            return [(paths[tie.source], paths[tie.leaf], bare(tie)) for tie in index.ties]
 
         both = here.index.keys() & there.index.keys()
         rows = Difference.of_ties(ties(these), ties(those), both.__contains__, "its source")

@@ -156,18 +156,15 @@ class Rest(Generic[M]):
     def diff(self, other: "Rest[Any]") -> Diff:
         """Returns how two trees, or calls, differ, from their static halves alone."""
         these, those = self.index.structure, other.index.structure
-        ours, theirs = (
-            dict(zip(each.index.gathers.values(range(len(each.index.trained))), each.values, strict=True))
-            for each in (self, other)
-        )
+        leaves = lambda rest: rest.index.gathers.values(range(len(rest.index.trained)))
+        ours, theirs = (dict(zip(leaves(rest), rest.values, strict=True)) for rest in (self, other))
 
         def at_leaves(i: int, j: int) -> Iterator[Difference]:
             if i in ours and j in theirs and static_key(ours[i], strict=True) != static_key(theirs[j], strict=True):
                 yield Difference.of_values(these.paths[i], "value", ours[i], theirs[j])
             elif (i in ours) != (j in theirs):
-                pairs = (i, ours), (j, theirs)
-                first, second = ("no array" if leaf in values else "an array" for leaf, values in pairs)
-                yield Difference(these.paths[i], "type", first, second)
+                words = ("no array", "an array") if i in ours else ("an array", "no array")
+                yield Difference(these.paths[i], "type", *words)
 
         shared = these.index.keys() & those.index.keys()
         ties = Difference.of_ties(these.ties, those.ties, shared.__contains__)
@@ -254,14 +251,11 @@ def _each_by_itself(structure: Structure, layout: Layout) -> Index:
 
 def _nothing_trained(structure: Structure, tied: bool) -> Layout:
     first = structure.first if tied else tuple(range(len(structure.first)))
-    specs = tuple([spec and _ANY_ARRAY for spec in structure.specs])
+    specs = tuple([spec and Spec((), None, False) for spec in structure.specs])
     # A program reads the declarations of classes while it is traced, so it serves one version of them.
     statics = (*structure.statics, ("declarations", registry.version))
     without_shapes = dataclasses.replace(structure, specs=specs, first=first, statics=statics, _memo={})
     return Layout(Index(without_shapes, (False,) * len(specs), ()))
-
-
-_ANY_ARRAY = Spec((), None, False)
 
 
 def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:

@@ -36,7 +36,6 @@ _BY_NAME = {
     "equinox.State": ("**",),  # ... to here
     "paramax.NonTrainable": ("tree",),
 }
-_OF_BUFFERS = ("equinox.StateIndex", "equinox.State")  # those among them whose arrays a model changes by itself
 
 
 class _Registry:
@@ -191,7 +190,7 @@ def declared(cls: type, version: int) -> Declared:
         if base in registry.classes:
             frozen += registry.classes[base].frozen
             ties |= registry.classes[base].ties
-    holds_buffers = is_variable or any(_qualified(base) in _OF_BUFFERS for base in cls.__mro__)
+    holds_buffers = is_variable or issubclass(cls, (eqx.nn.StateIndex, eqx.nn.State))
     return Declared(fields, tuple(frozen), ties, holds_buffers)
 
 
