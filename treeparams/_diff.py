@@ -156,17 +156,12 @@ def _leaf_rows(
         yield Difference(path, "weak type", describe(one) + ", weak" * weak[0], describe(other) + ", weak" * weak[1])
     if one.shape == other.shape and _is_concrete(here) and _is_concrete(there):
         if of_jax and isinstance(here, jax.Array) and isinstance(there, jax.Array):
-            yield from _sharding_rows(path, here, there)
+            is_same = here.sharding.is_equivalent_to(there.sharding, here.ndim)
+            if not is_same or here.committed != there.committed:
+                said = lambda array: _placed(array.sharding) + ", committed" * (is_same and array.committed)
+                first, second = said(here), said(there)
+                yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
         yield from _element_rows(path, here, there, tolerance)
-
-
-def _sharding_rows(path: str, here: jax.Array, there: jax.Array) -> Iterator[Difference]:
-    """Yields the row for two arrays of one shape that are placed differently, or of which one is committed."""
-    is_same = here.sharding.is_equivalent_to(there.sharding, here.ndim)
-    if not is_same or here.committed != there.committed:
-        said = lambda array: _placed(array.sharding) + ", committed" * (is_same and array.committed)
-        first, second = said(here), said(there)
-        yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
 
 
 def _tolerance(name: str, value: float | int | None) -> float:

@@ -121,8 +121,17 @@ def _settable_node(structure: Structure, leaf: int, where: object, node: Node | 
 
 def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, at_hand: Any) -> Any:
     """Returns the new array for a leaf, in the shape and dtype of the leaf."""
-    (shape, dtype, _), path = structure.spec(leaf), structure.paths[leaf]
-    made = _called(where, value, path, at_hand)
+    (shape, dtype, _), path, made = structure.spec(leaf), structure.paths[leaf], value
+    if callable(value) and not is_array(value):
+        if any(map(is_array, jtu.tree_leaves(value))):
+            what = f"expected an array, a number or a function for {path!r}"
+            raise TypeError(f"{what}, got {describe(value)}, a pytree node")
+        try:
+            made = value(at_hand)
+        except TypeError as error:
+            what = f"the function given for {name_of(where)} is called with one argument, the array at {path!r}"
+            remedy = "for an initialiser write lambda w: init(key, w.shape, w.dtype)"
+            raise TypeError(f"{what}; {remedy}. It failed with {in_short(error)}") from error
     by = f"the function given for {name_of(where)} returned" if made is not value else "got"
     if isinstance(made, (int, float, complex)):
         return jnp.full(shape, made, dtype)
@@ -134,17 +143,3 @@ def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, a
         raise ValueError(f"expected {describe(structure.spec(leaf))} at {path!r}, {by} {describe(made)}{hint}")
     are_numpy = isinstance(made, np.ndarray) and isinstance(at_hand, np.ndarray)
     return made if are_numpy else jnp.asarray(made)
-
-
-def _called(where: object, value: Any, path: str, at_hand: Any) -> Any:
-    """Returns the value; if it is a function, calls it and returns the result."""
-    if not callable(value) or is_array(value):
-        return value
-    if any(map(is_array, jtu.tree_leaves(value))):
-        raise TypeError(f"expected an array, a number or a function for {path!r}, got {describe(value)}, a pytree node")
-    try:
-        return value(at_hand)
-    except TypeError as error:
-        what = f"the function given for {name_of(where)} is called with one argument, the array at {path!r}"
-        remedy = "for an initialiser write lambda w: init(key, w.shape, w.dtype)"
-        raise TypeError(f"{what}; {remedy}. It failed with {in_short(error)}") from error

@@ -77,12 +77,7 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
     figure = None if ax else plt.figure(layout="constrained")
     ax = ax or plt.axes()
     for title, slots in _strips(known).items():
-        length = max(sum(slot.size for slot in slots), 1)  # in elements
-        names = _labels(slots, length, index.tied_to)
-        _draw(ax, title, slots, length, bottom, index.tied_to, _colours(known))
-        _name(ax, bottom, names)
-        longest = max([len(text) for _, text in names], default=0)
-        bottom -= 1.9 + (0.55 + longest * _LETTER * math.sin(math.radians(_SLOPE)) / _INCHES if names else 0)
+        bottom -= _draw(ax, title, slots, bottom, index.tied_to, _colours(known))
     if figure:
         figure.set_size_inches(8.5, _INCHES * (0.2 - bottom))
     ax.set(xlim=(-0.005, 1.07), ylim=(bottom + 1.6, 1.8))
@@ -140,9 +135,9 @@ def _labels(slots: Sequence[Slot], length: int, tied: Mapping[str, str]) -> list
     return labels
 
 
-def _draw(
-    ax: Axes, title: str, slots: Sequence[Slot], length: int, base: float, tied: Mapping[str, str], colours: Any
-) -> None:
+def _draw(ax: Axes, title: str, slots: Sequence[Slot], base: float, tied: Mapping[str, str], colours: Any) -> float:
+    """Draws a strip, and the names of its parameters below it. Returns the height of both."""
+    length = max(sum(slot.size for slot in slots), 1)  # in elements
     ax.text(0, base + 1.12, title, fontsize=10, weight="bold", va="bottom", parse_math=False)
     ax.add_patch(Rectangle((0, base), 1, 1, facecolor=_EMPTY, edgecolor="grey", linewidth=0.5))
     for slot in slots:
@@ -150,11 +145,9 @@ def _draw(
         ax.add_patch(Rectangle(*where, facecolor=colours[slot.path], edgecolor="black", linewidth=0.5))
         if slot.path in tied:
             ax.add_patch(Rectangle(*where, fill=False, edgecolor="white", linewidth=0, hatch="//"))
-
-
-def _name(ax: Axes, base: float, labels: Sequence[tuple[float, str]]) -> None:
     # Label i cannot be left of label i - 1 plus one step. With i steps taken off, that is a running maximum. The same
     # from the right end keeps the last labels within the strip.
+    labels = _labels(slots, length, tied)
     steps = 0.98 / max(len(labels), _LABELS) * np.arange(len(labels))
     middles = np.array([middle for middle, _ in labels])
     apart = np.minimum(np.maximum.accumulate(middles - steps) + steps, 1 - steps[::-1])
@@ -162,3 +155,5 @@ def _name(ax: Axes, base: float, labels: Sequence[tuple[float, str]]) -> None:
         ax.plot([middle, middle, x, x], [base, base - 0.12, base - 0.4, base - 0.5], color="grey", linewidth=0.6)
         turned = {"rotation": -_SLOPE, "rotation_mode": "anchor", "ha": "left", "va": "center", "parse_math": False}
         ax.text(x, base - 0.58, text, fontsize=_FONT, **turned)
+    longest = max([len(text) for _, text in labels], default=0)
+    return 1.9 + (0.55 + longest * _LETTER * math.sin(math.radians(_SLOPE)) / _INCHES if labels else 0)

@@ -81,6 +81,10 @@ class Rest(Generic[M]):
     def __init__(self, arrays: tuple[Any, ...], static: _Static) -> None:
         """Used by this library; write `tp.partition(model)`."""
         self.arrays, self._static = arrays, static
+        self.index, self.treedef = static.index, static.treedef  # of this model
+
+    def __reduce__(self) -> Any:
+        return Rest, (self.arrays, self._static)
 
     def __dir__(self) -> Iterable[str]:
         # All other names are for the other files of this library.
@@ -105,16 +109,6 @@ class Rest(Generic[M]):
         return self._static.layout
 
     @property
-    def index(self) -> Index:
-        """The `Index` of this model, with its own structure."""
-        return self._static.index
-
-    @property
-    def treedef(self) -> TreeDef:
-        """The treedef of the model."""
-        return self._static.treedef
-
-    @property
     def values(self) -> tuple[Any, ...]:
         """The leaves that are not arrays, and refs."""
         return self._static.values
@@ -122,12 +116,11 @@ class Rest(Generic[M]):
     @property
     def paths(self) -> tuple[str, ...]:
         """The path of each array."""
-        return self._static.index.gathers.kept_paths
+        return self.index.gathers.kept_paths
 
     def model(self, slots: Sequence[Any] = ()) -> M:
         """Returns the model with one value per slot, at all paths of each."""
-        static = self._static
-        index, values = static.index, [*slots, *self.arrays, *static.values]
+        index, values = self.index, [*slots, *self.arrays, *self._static.values]
         # A model is put together here with its ties, and a later trace may lose them: it is noted that they are one, or
         # of tracers that they are apart as the arrays were. Once per index, so that an ordinary step pays nothing.
         if slots:
@@ -139,7 +132,7 @@ class Rest(Generic[M]):
             if index.computed:
                 values += index.computed_from(slots)
         # One gather and one unflatten, since it is known where each leaf lies.
-        return jtu.tree_unflatten(static.treedef, index.gathers.leaves(values))
+        return jtu.tree_unflatten(self.treedef, index.gathers.leaves(values))
 
     def unpacked(self) -> M:
         """Returns the tree of `of` within a function of arrays; its arrays are apart as they were outside."""
@@ -216,12 +209,13 @@ class Parts(Generic[M]):
 
     def canonical(self, slots: Sequence[Any]) -> PyTree:
         """Returns the canonical tree of one value per slot."""
-        return self.index.canonical(slots, self.rest.treedef)
+        return self.rest.index.canonical(slots, self.rest.treedef)
 
     def everywhere(self, slots: Sequence[Any]) -> PyTree:
         """Returns a tree with one value per slot at all paths of each, and `None` elsewhere."""
-        values = [*slots, None, *self.index.computed_from(slots)]
-        return jtu.tree_unflatten(self.rest.treedef, self.index.everywhere(values))
+        index = self.rest.index
+        computed = index.computed_from(slots) if index.computed else ()
+        return jtu.tree_unflatten(self.rest.treedef, index.everywhere([*slots, None, *computed]))
 
 
 def take_apart(model: M, trainable: Trainable, *, by_path: bool = False) -> Parts[M]:

@@ -76,8 +76,7 @@ def _nodes_and_leaves(structure: Structure) -> list[Node]:
 
 def read(structure: Structure, where: object, *, may_only_take: bool = False) -> tuple[list[_Match], list[_Match]]:
     """Returns the matches that a `where` selects and those that it excludes, one for each single `where` in it."""
-    chosen: list[_Match] = []
-    away: list[_Match] = []
+    chosen, away = list[_Match](), list[_Match]()
     for each in _single(where):
         if isinstance(each, str) and each.startswith("!"):
             away.append(_Match(each[1:], _outermost(structure, each[1:])))

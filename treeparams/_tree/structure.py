@@ -542,7 +542,11 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
     static *objects* of the same type and value.
     """
     leaves, treedef = flatten(tree)
-    kinds, statics, hashed = list(map(type, leaves)), static_values(treedef), hash(treedef)
+    kinds, statics, hashed = list(map(type, leaves)), list[Any](), hash(treedef)
+    extend, append, nothing = statics.extend, statics.append, itertools.repeat(None, treedef.num_leaves)
+    # JAX walks over the nodes and calls back for each; the leaves are given as `None`, and `bool` of them is for free.
+    # Static values that are tuples and lists are made anew at each flattening, around values that are not.
+    treedef.walk(lambda _, data: extend(data) if type(data) in (tuple, list) else append(data), bool, nothing)
     # A structure depends on the declarations too, and on whether JAX has 64 bits.
     context = registry.version, jax.dtypes.canonicalize_dtype(np.float64)
     bucket = _known.get(hashed, [])
@@ -576,14 +580,3 @@ def _let_go(phase: str, info: dict[str, int]) -> None:
             found = [known for each in bucket if (known := each()) is not None]
             if found:
                 _known.setdefault(hashed, found)
-
-
-def static_values(treedef: TreeDef) -> list[Any]:
-    """Returns the static values of all nodes."""
-    values: list[Any] = []
-    # JAX walks over the nodes and calls back for each; the leaves are given as `None`, and `bool` of them is for free.
-    extend, append = values.extend, values.append
-    leaves = itertools.repeat(None, treedef.num_leaves)
-    # Tuples and lists are made anew at each flattening, around values that are not.
-    treedef.walk(lambda _, data: extend(data) if type(data) in (tuple, list) else append(data), bool, leaves)
-    return values
