@@ -121,7 +121,8 @@ def _settable_node(structure: Structure, leaf: int, where: object, node: Node | 
 
 def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, at_hand: Any) -> Any:
     """Returns the new array for a leaf, in the shape and dtype of the leaf."""
-    (shape, dtype, _), path, made = structure.spec(leaf), structure.paths[leaf], value
+    (shape, dtype, _), path = structure.spec(leaf), structure.paths[leaf]
+    made: Any = value
     if callable(value) and not is_array(value):
         if any(map(is_array, jtu.tree_leaves(value))):
             what = f"expected an array, a number or a function for {path!r}"
