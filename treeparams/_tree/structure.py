@@ -542,8 +542,9 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
     static *objects* of the same type and value.
     """
     leaves, treedef = flatten(tree)
-    kinds, statics, hashed = list(map(type, leaves)), list[Any](), hash(treedef)
-    extend, append, nothing = statics.extend, statics.append, itertools.repeat(None, treedef.num_leaves)
+    statics: list[Any] = []
+    kinds, hashed, extend, append = list(map(type, leaves)), hash(treedef), statics.extend, statics.append
+    nothing = itertools.repeat(None, treedef.num_leaves)
     # JAX walks over the nodes and calls back for each; the leaves are given as `None`, and `bool` of them is for free.
     # Static values that are tuples and lists are made anew at each flattening, around values that are not.
     treedef.walk(lambda _, data: extend(data) if type(data) in (tuple, list) else append(data), bool, nothing)
