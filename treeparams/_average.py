@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from ._slots.accidents import keep_apart
 from ._slots.index import Index
 from ._slots.layout import Trainable
-from ._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
+from ._slots.parts import Parts, Rest, take_apart
 from ._tree.declare import field
 from ._tree.structure import flatten, is_array, naming_deleted, structure_of
 from ._tree.text import AS_ARRAY, describe, warn
@@ -51,11 +51,9 @@ def copy(tree: M) -> M:
         leaves that are not arrays are unchanged.
     """
     leaves, treedef = flatten(tree)
-    copies: dict[int, Any] = {}
+    distinct = {id(leaf): leaf for leaf in leaves}
     with naming_deleted(tree):
-        for leaf in leaves:
-            if id(leaf) not in copies:
-                copies[id(leaf)] = copy_leaf(leaf)
+        copies = {number: copy_leaf(leaf) for number, leaf in distinct.items()}
     return jtu.tree_unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 
@@ -129,7 +127,8 @@ def ema(
             about=("ema", narrow[0].dtype, *parts.index.structure.kinds[:1]),
         )
     with naming_deleted(average, model):
-        return put_together(*_average_step(parts.rest, parts.slots, model, weights, buffers))
+        after = _average_step(parts, model, weights, buffers)
+        return after.model(after.slots)
 
 
 class Ema(eqx.Module, Generic[M]):
@@ -201,15 +200,11 @@ class Ema(eqx.Module, Generic[M]):
         _weights_of(0.0 if callable(decay) else decay, 0.0 if callable(tau) else tau)
         parts = take_apart(model, trainable, by_path=True)
         self.shadow = parts.canonical([jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots])
-        own, count = list(map(copy_leaf, others(parts.rest))), len(kept_arrays(parts.rest))
-        self.rest = with_kept_arrays(parts.rest, own[:count], own[count:])
-        self.count = jnp.zeros((), jnp.int32)
-        self.weight = jnp.zeros((), jnp.float32)
+        self.rest = parts.rest.replaced(map(copy_leaf, parts.rest.arrays), map(copy_leaf, parts.rest.values))
+        self.count, self.weight = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
         self.decay = decay if decay is None or callable(decay) else float(decay)
         self.tau = tau if tau is None or callable(tau) else float(tau)
-        self.debias = debias
-        self.warmup = warmup
-        self.buffers = buffers
+        self.debias, self.warmup, self.buffers = debias, warmup, buffers
 
     def update(self, model: PyTree) -> "Ema[M]":
         """Returns the average after one more model.
@@ -237,8 +232,8 @@ class Ema(eqx.Module, Generic[M]):
             step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
         weights = _weights_of(None, step) if decay is None else _Weights(step, None)
         olds, treedef = jtu.tree_flatten(self.shadow)
-        rest, news = _average_step(self.rest, olds, model, weights, self.buffers)
-        changed = jtu.tree_unflatten(treedef, news), rest, self.count + 1, weight
+        after = _average_step(Parts(tuple(olds), self.rest), model, weights, self.buffers)
+        changed = jtu.tree_unflatten(treedef, after.slots), after.rest, self.count + 1, weight
         return eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), self, changed)
 
     @property
@@ -249,7 +244,7 @@ class Ema(eqx.Module, Generic[M]):
         """
         pairs = zip(jtu.tree_leaves(self.shadow), self.rest.layout.slots, strict=True)
         slots = [jax.lax.convert_element_type(value, slot.dtype) for value, slot in pairs]
-        average = copy(put_together(self.rest, slots))
+        average = copy(self.rest.model(slots))
         keep_apart(jtu.tree_leaves(average))
         return average
 
@@ -284,12 +279,11 @@ def _weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> _Weights:
     return _Weights(value, None if is_number and value == 1 else 1 - value)
 
 
-def _average_step(
-    rest: Rest[M], slots: Sequence[Any], model: PyTree, weights: _Weights, buffers: Buffers
-) -> tuple[Rest[M], list[Any]]:
-    """Returns an average after a step towards a model, taken apart as before. Refs are written after all checks."""
-    index, arrays = index_in(rest), kept_arrays(rest)
-    values = dict(zip(index.gathers.values(index.structure.paths), others(rest)[len(arrays) :], strict=True))
+def _average_step(parts: Parts[M], model: PyTree, weights: _Weights, buffers: Buffers) -> Parts[M]:
+    """Returns an average after a step towards a model. Refs are written after all checks."""
+    index, rest = parts.index, parts.rest
+    arrays = dict(zip(rest.paths, rest.arrays, strict=True))
+    values = dict(zip(index.gathers.values(index.structure.paths), rest.values, strict=True))
     news = index.read(model, exact_shapes=True)
     olds = arrays | {path: value for path, value in values.items() if _is_number(value) or is_ref(value)}
     policies = _policies(index, olds, buffers)
@@ -299,11 +293,11 @@ def _average_step(
         leaves, _, structure = structure_of(model)
         found = {path: leaves[i] for path, i in structure.index.items() if path in olds}
     paths = [slot.path for slot in index.slots]
-    _check_alike(olds | dict(zip(paths, slots, strict=True)), found | dict(zip(paths, news, strict=True)))
+    _check_alike(olds | dict(zip(paths, parts.slots, strict=True)), found | dict(zip(paths, news, strict=True)))
     steps = {path: _next(policies[path], olds[path], new, weights) for path, new in found.items()}
     kept = [steps.get(path, array) for path, array in arrays.items()]
     written = [steps.get(path, value) for path, value in values.items()] if index.structure.refs else None
-    return with_kept_arrays(rest, kept, written), _mix(slots, news, weights)
+    return Parts(tuple(_mix(parts.slots, news, weights)), rest.replaced(kept, written))
 
 
 def _is_number(value: object) -> bool:

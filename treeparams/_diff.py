@@ -1,9 +1,8 @@
 """diff: lists how two trees differ, by path: first as a compiler sees them, then in the elements of their arrays."""
 
 import math
-import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, SupportsFloat
 
 import jax
@@ -20,12 +19,11 @@ from ._tree.difference import Diff, Difference, compare
 from ._tree.paths import join_path, split_path, unquote
 from ._tree.static_keys import static_key
 from ._tree.structure import Spec, naming_deleted, structure_of
-from ._tree.text import both_in_text, describe, in_text
+from ._tree.text import describe
 from ._tree.types import PyTree, is_complex, is_inexact, is_key, value_of
 
 _AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 _Rows = Iterator[Difference]
-_ABSOLUTE = operator.attrgetter("absolute")
 
 
 def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float | int | None = None) -> Diff:
@@ -135,10 +133,9 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     return _sorted([*rows, *Difference.of_ties(these.ties, those.ties, is_shared)])
 
 
-def _sorted(rows: Sequence[Difference]) -> Diff:
+def _sorted(rows: Iterable[Difference]) -> Diff:
     """Returns the rows as they are, and after them those of elements, the largest difference first."""
-    elements = [row for row in rows if row.what == "elements"]
-    return Diff([*(row for row in rows if row.what != "elements"), *sorted(elements, key=_ABSOLUTE, reverse=True)])
+    return Diff(sorted(rows, key=lambda row: (row.what == "elements", -(row.absolute or 0))))
 
 
 def _leaf_rows(
@@ -146,10 +143,9 @@ def _leaf_rows(
 ) -> Iterator[Difference]:
     """Yields how two leaves differ, each a `Spec` of an array that is then read, or a value."""
     if not (isinstance(one, Spec) and isinstance(other, Spec)):
-        if isinstance(one, Spec) or isinstance(other, Spec):
-            yield Difference(path, "type", *both_in_text(one, other))
-        elif not _are_equal_values(one, other, tolerance):
-            yield Difference(path, "value", *both_in_text(one, other))
+        are_values = not (isinstance(one, Spec) or isinstance(other, Spec))
+        if not (are_values and _are_equal_values(one, other, tolerance)):
+            yield Difference.of_values(path, "value" if are_values else "type", one, other)
         return
     yield from Difference.of_specs(path, one, other)
     if not (of_jax or one.shape == other.shape):
@@ -160,18 +156,12 @@ def _leaf_rows(
         yield Difference(path, "weak type", describe(one) + ", weak" * weak[0], describe(other) + ", weak" * weak[1])
     if one.shape == other.shape and _is_concrete(here) and _is_concrete(there):
         if of_jax and isinstance(here, jax.Array) and isinstance(there, jax.Array):
-            yield from _sharding_rows(path, here, there)
+            is_same = here.sharding.is_equivalent_to(there.sharding, here.ndim)
+            if not is_same or here.committed != there.committed:
+                said = lambda array: _placed(array.sharding) + ", committed" * (is_same and array.committed)
+                first, second = said(here), said(there)
+                yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
         yield from _element_rows(path, here, there, tolerance)
-
-
-def _sharding_rows(path: str, here: jax.Array, there: jax.Array) -> Iterator[Difference]:
-    """Yields the row for two arrays of one shape that are placed differently, or of which one is committed."""
-    if not here.sharding.is_equivalent_to(there.sharding, here.ndim):
-        first, second = _placed(here.sharding), _placed(there.sharding)
-        yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
-    elif here.committed != there.committed:
-        first, second = (_placed(each.sharding) + ", committed" * each.committed for each in (here, there))
-        yield Difference(path, "sharding", first, second)
 
 
 def _tolerance(name: str, value: float | int | None) -> float:
@@ -241,8 +231,7 @@ def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
 
 def _by_name(source: Any) -> Names:
     """Returns the names in a file or a tree."""
-    known = names_in(source) if _is_of_files(source) else None  # a list of texts is a tree
-    if known is not None:
+    if _is_of_files(source) and (known := names_in(source)) is not None:  # a list of texts is a tree
         return known
     if isinstance(source, Mapping) and jtu.all_leaves([source]):  # as NumPy's of a file
         source = dict(source)
@@ -253,9 +242,9 @@ def _by_name(source: Any) -> Names:
     names = [unquote(path) if is_one_key(path) else name_of(path) for path in structure.paths]
     arrays = {names[i]: i for i, spec in enumerate(structure.specs) if spec is not None}
     specs = {name: array_spec(leaves[i]) for name, i in arrays.items()}
-    aliases = {name: names[structure.first[i]] for name, i in arrays.items() if structure.first[i] != i}
+    # As in a file, identity ties parameters alone: two counters that are one array are two places.
     ties = find_ties(structure)
-    aliases |= {names[tie.leaf]: names[tie.source] for tie in ties if not tie.transforms}
+    aliases = {names[tie.leaf]: names[tie.source] for tie in ties if not tie.transforms}
     values = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name not in arrays]
     numbers = {name: leaf for name, leaf in values if kind_in_words(type(leaf))}
     computed = [names[tie.leaf] for tie in ties if tie.transforms]
@@ -273,8 +262,8 @@ def _missing_rows(these: Mapping[str, Any], those: Mapping[str, Any], computed: 
             depth = next((depth for depth in range(len(its)) if its[:depth] not in known), len(its))
             heads.setdefault(join_path(its[:depth]), []).append(name)
     for head, names in heads.items():
-        text = in_text(these[head]) if names == [head] else f"{len(names):,} lea{'f' if len(names) == 1 else 'ves'}"
-        yield Difference.of_one(head, text, side)
+        count = f"{len(names):,} lea{'f' if len(names) == 1 else 'ves'}"
+        yield Difference.of_one(head, Difference.in_text(these[head]) if names == [head] else count, side)
 
 
 # -- Elements of two arrays of one shape, by value ---------------------------------------------------------------------
@@ -298,13 +287,8 @@ def _element_rows(path: str, here: Any, there: Any, tolerance: tuple[float, floa
             continue
         with np.errstate(all="ignore"):
             gaps, sizes = _gaps(x, y, nans)
-            far = gaps > 0
-            if atol or rtol:
-                far &= ~((gaps <= atol + rtol * sizes) & np.isfinite(gaps))
-            if not far.any():
-                continue
-            gaps = np.where(far, gaps, 0)
-            ratios = np.where(far, gaps / sizes, 0)
+            far = (gaps > 0) & ~((gaps <= atol + rtol * sizes) & np.isfinite(gaps))
+            gaps, ratios = np.where(far, gaps, 0), np.where(far, gaps / sizes, 0)
         differing += int(np.count_nonzero(far))
         relative = max(relative, float(np.where(np.isnan(ratios), np.inf, ratios).max()))
         at = int(gaps.argmax())

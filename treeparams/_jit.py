@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_a
 import jax
 import jax.tree_util as jtu
 
-from ._slots.parts import Rest, arrays_in, as_rest, diff_of, index_in, put_together, unpacked, with_kept_arrays
+from ._slots.parts import Rest
 from ._tree.structure import getter, naming_deleted
 from ._tree.text import describe
 
@@ -90,8 +90,8 @@ class Jitted(Generic[P, R]):
         # argument, are passed beside it, and `None` marks their gaps.
         def run(call: Rest[Any], first: Sequence[Any]) -> Rest[R]:
             left = iter(first)
-            arrays = [next(left) if array is None else array for array in arrays_in(call)]
-            return _rest_of_call(unpacked(with_kept_arrays(call, arrays)))
+            arrays = [next(left) if array is None else array for array in call.arrays]
+            return _rest_of_call(call.replaced(arrays).unpacked())
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._run = jax.jit(run, donate_argnums=() if donate == "none" else 0, **jit_kwargs)
@@ -102,12 +102,12 @@ class Jitted(Generic[P, R]):
         with naming_deleted([*args, kwargs]), warnings.catch_warnings() if is_silent else contextlib.nullcontext():
             if is_silent:
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return put_together(self._run(*parts), ())
+            return self._run(*parts).model()
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """Lowers the program for these arguments without compiling it: `as_text()`, `cost_analysis()`, `compile()`."""
         parts = self._take_apart(args, kwargs)
-        return Stage(self._take_apart, self._run.lower(*parts), with_kept_arrays(parts[0], ()))
+        return Stage(self._take_apart, self._run.lower(*parts), parts[0].replaced(()))
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> "Jitted[P, R]": ...
@@ -119,7 +119,7 @@ class Jitted(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rest[Any], tuple[Any, ...]]:
-        call = as_rest((self._fun, args, kwargs), by_shape=False)
+        call = Rest.of((self._fun, args, kwargs), by_shape=False)
         return _without_first(call) if self._donate.endswith("except-first") else (call, ())
 
 
@@ -142,18 +142,18 @@ def checkpoint(
     Returns:
         The function.
     """
-    saving = jax.checkpoint(lambda call: _rest_of_call(unpacked(call)), prevent_cse=prevent_cse, policy=policy)
+    saving = jax.checkpoint(lambda call: _rest_of_call(call.unpacked()), prevent_cse=prevent_cse, policy=policy)
 
     @functools.wraps(fun, updated=())
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        return put_together(saving(as_rest((fun, args, kwargs), by_shape=False)), ())
+        return saving(Rest.of((fun, args, kwargs), by_shape=False)).model()
 
     return run
 
 
 def _rest_of_call(call: tuple[Callable[..., R], Iterable[Any], dict[str, Any]]) -> Rest[R]:
     fun, args, kwargs = call
-    return as_rest(fun(*args, **kwargs))
+    return Rest.of(fun(*args, **kwargs))
 
 
 def vmap(
@@ -186,24 +186,25 @@ def vmap(
     is_tuple = isinstance(out_axes, tuple)
 
     def of_arrays(args: tuple[Rest[Any], ...], kwargs: dict[str, Rest[Any]]) -> Any:
-        result: Any = _rest_of_call((fun, map(unpacked, args), {name: unpacked(each) for name, each in kwargs.items()}))
-        return tuple(map(as_rest, put_together(result, ()))) if is_tuple else result
+        by_name = {name: each.unpacked() for name, each in kwargs.items()}
+        result: Any = _rest_of_call((fun, map(Rest.unpacked, args), by_name))
+        return tuple(map(Rest.of, result.model())) if is_tuple else result
 
     mapped = jax.vmap(of_arrays, in_axes=(axes, 0), out_axes=out_axes, **vmap_kwargs)
 
     @functools.wraps(fun, updated=())
     def run(*args: P.args, **kwargs: P.kwargs) -> Any:
-        result = mapped(tuple(map(as_rest, args)), {name: as_rest(each) for name, each in kwargs.items()})
-        return tuple([put_together(each, ()) for each in result]) if is_tuple else put_together(result, ())
+        result = mapped(tuple(map(Rest.of, args)), {name: Rest.of(each) for name, each in kwargs.items()})
+        return tuple([each.model() for each in result]) if is_tuple else result.model()
 
     return run
 
 
 def _without_first(call: Rest[Any]) -> tuple[Rest[Any], tuple[Any, ...]]:
     """Returns the call with `None` in place of the arrays of the first argument, and these."""
-    rest, first = index_in(call).structure.remember("arrays of the first argument", lambda: _rest_and_first(call))
-    arrays = [*arrays_in(call), None]
-    return with_kept_arrays(call, rest(arrays)), first(arrays)
+    rest, first = call.index.structure.remember("arrays of the first argument", lambda: _rest_and_first(call))
+    arrays = [*call.arrays, None]
+    return call.replaced(rest(arrays)), first(arrays)
 
 
 def _rest_and_first(call: Rest[Any]) -> tuple[Callable[[Any], tuple[Any, ...]], ...]:
@@ -211,7 +212,7 @@ def _rest_and_first(call: Rest[Any]) -> tuple[Callable[[Any], tuple[Any, ...]], 
 
     The first returns all arrays with `None` in place of those of the first argument, the second returns these.
     """
-    index, count = index_in(call), len(arrays_in(call))
+    index, count = call.index, len(call.arrays)
     fun, args, _ = index.structure.treedef.children()
     size = args.children()[0].num_leaves if args.children() else 0
     # An array of the first argument is kept where it is in another argument too: it is one argument of the program.
@@ -236,12 +237,12 @@ class Stage:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parts = self._take_apart(args, kwargs)
-        call = with_kept_arrays(parts[0], ())
+        call = parts[0].replaced(())
         if jtu.tree_structure(call) != jtu.tree_structure(self._lowered_for):
-            differences = diff_of(self._lowered_for, call).in_words() or _UNSEEN
+            differences = self._lowered_for.diff(call).in_words() or _UNSEEN
             what = "the program was lowered for other arguments (the first; these are the second)"
             raise ValueError(f"{what}:\n{differences}")
-        return put_together(self._stage(*parts), ())
+        return self._stage(*parts).model()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_stage":  # of a copy that is being made

@@ -12,7 +12,7 @@ from ._reached import reached
 from ._slots.accidents import keep_apart
 from ._slots.index import Index
 from ._slots.layout import Layout, index_of, look_up, trained_at
-from ._slots.parts import arrays_in, as_rest, index_in, put_together, with_kept_arrays
+from ._slots.parts import Rest
 from ._tree.structure import flatten, same_treedef, structure_of
 from ._tree.text import describe, first_lines
 from ._tree.types import PyTree, TreeDef, is_inexact
@@ -112,20 +112,20 @@ def _leaves_changed(
 ) -> tuple[list[int], set[int]]:
     """Returns which leaves of these the new model may not hold unchanged, and the ids of the refs that are written."""
     # Two trees, since a state may hold arrays of the model that it was made from, and changes without them.
-    halves = as_rest(model), as_rest(rest)
+    halves = Rest.of(model), Rest.of(rest)
 
     def of_arrays(*arrays: Sequence[Any]) -> list[Any]:
         keep_apart([each for its in arrays for each in its])
-        model, rest = (put_together(with_kept_arrays(half, its), ()) for half, its in zip(halves, arrays, strict=True))
+        model, rest = (half.replaced(its).model() for half, its in zip(halves, arrays, strict=True))
         return step(model, *rest)
 
-    arrays = [arrays_in(half) for half in halves]
+    arrays = [half.arrays for half in halves]
     program = traced(of_arrays, *arrays)
     # The arrays of a tie are one, also where they came apart on the way here.
     tied = {each.leaf: each.source for each in index.ties if not each.transforms}
     dtypes = {i: index.structure.spec(i).dtype for i in own}
     given = {i: frozenset({_Given(tied.get(i, i), dtype)}) for i, dtype in dtypes.items()}
-    order = index_in(halves[0]).gathers.order
+    order = halves[0].index.gathers.order
     own_marks = {order[i]: mark for i, mark in given.items()}
     marks = [own_marks.get(number, _ANY) for number in range(sum(map(len, arrays)))]
     after = zip(own, _Same().follow(program, marks), program.out_avals, strict=True)

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from ._programs import Kind, Marks, derivative, is_floating, makes_zeros, traced
 from ._slots.layout import Layout, Trainable, trained_at
-from ._slots.parts import put_together, take_apart
+from ._slots.parts import take_apart
 from ._tree.text import describe
 
 P = ParamSpec("P")
@@ -59,7 +59,7 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
         def value(slots: list[Any], given_for_shapes: list[Any]) -> list[Any]:
             given = iter(given_for_shapes)
             rest, args, kwargs = treedef.unflatten([next(given) if _is_shape(leaf) else leaf for leaf in leaves])
-            out = call(put_together(rest, slots), *args, **kwargs)
+            out = call(rest.model(slots), *args, **kwargs)
             if has_aux and not (isinstance(out, tuple) and len(out) == 2):
                 raise TypeError(f"with has_aux=True f must return a pair, (value, aux), got {describe(out)}")
             return [leaf for leaf in jtu.tree_leaves(out[0] if has_aux else out) if hasattr(leaf, "dtype")]

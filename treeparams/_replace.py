@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from ._slots.accidents import note_ties
 from ._slots.layout import Layout, look_up
 from ._slots.where import name_of, read, select
-from ._tree.structure import Structure, is_array, structure_of
+from ._tree.structure import Node, Structure, is_array, structure_of
 from ._tree.text import describe, in_short
 from ._tree.types import value_of
 
@@ -99,23 +99,22 @@ def _represents_array(cls: type) -> bool:
     return hasattr(cls, "to_dense") or (hasattr(cls, "unwrap") and cls.__name__ != "NonTrainable")
 
 
-def _nodes_named(structure: Structure, where: object) -> dict[int, Any]:
+def _nodes_named(structure: Structure, where: object) -> dict[int, Node]:
     """Returns for each leaf in a node that a `where` names, and that represents an array, where its leaves lie."""
     found = {}
-    for span in [span for match in read(structure, where)[0] for span in match.spans]:
-        if span.number is not None and _represents_array(structure.nodes[span.number].cls):
-            found |= dict.fromkeys(range(span.start, span.stop), span)
+    for node in [node for match in read(structure, where)[0] for node in match.nodes]:
+        if _represents_array(node.cls):
+            found |= dict.fromkeys(range(node.start, node.stop), node)
     return found
 
 
-def _settable_node(structure: Structure, leaf: int, where: object, span: Any, leaves: Sequence[Any]) -> Any:
+def _settable_node(structure: Structure, leaf: int, where: object, node: Node | None, leaves: Sequence[Any]) -> Any:
     """Returns the node around a leaf if you can set its value; `None` if no node there represents an array."""
-    if span is None:
+    if node is None:
         return None
-    cls = structure.nodes[span.number].cls
-    if getattr(cls, "is_made_of_its_value", False):
-        return jtu.tree_unflatten(structure.subtreedefs[span.number], leaves[span.start : span.stop])
-    what = f"{name_of(where)} names a {cls.__name__}, whose value is computed from the arrays in it"
+    if getattr(node.cls, "is_made_of_its_value", False):
+        return jtu.tree_unflatten(structure.subtreedefs[node.number], leaves[node.start : node.stop])
+    what = f"{name_of(where)} names a {node.cls.__name__}, whose value is computed from the arrays in it"
     remedy = f"name one of these, such as {structure.paths[leaf]!r}, or put another node there"
     raise TypeError(f"{what}: {remedy}, eqx.tree_at(where, model, node)")
 
@@ -123,7 +122,17 @@ def _settable_node(structure: Structure, leaf: int, where: object, span: Any, le
 def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, at_hand: Any) -> Any:
     """Returns the new array for a leaf, in the shape and dtype of the leaf."""
     (shape, dtype, _), path = structure.spec(leaf), structure.paths[leaf]
-    made = _called(where, value, path, at_hand)
+    made: Any = value
+    if callable(value) and not is_array(value):
+        if any(map(is_array, jtu.tree_leaves(value))):
+            what = f"expected an array, a number or a function for {path!r}"
+            raise TypeError(f"{what}, got {describe(value)}, a pytree node")
+        try:
+            made = value(at_hand)
+        except TypeError as error:
+            what = f"the function given for {name_of(where)} is called with one argument, the array at {path!r}"
+            remedy = "for an initialiser write lambda w: init(key, w.shape, w.dtype)"
+            raise TypeError(f"{what}; {remedy}. It failed with {in_short(error)}") from error
     by = f"the function given for {name_of(where)} returned" if made is not value else "got"
     if isinstance(made, (int, float, complex)):
         return jnp.full(shape, made, dtype)
@@ -135,17 +144,3 @@ def _fitting_value(structure: Structure, leaf: int, where: object, value: Any, a
         raise ValueError(f"expected {describe(structure.spec(leaf))} at {path!r}, {by} {describe(made)}{hint}")
     are_numpy = isinstance(made, np.ndarray) and isinstance(at_hand, np.ndarray)
     return made if are_numpy else jnp.asarray(made)
-
-
-def _called(where: object, value: Any, path: str, at_hand: Any) -> Any:
-    """Returns the value; if it is a function, calls it and returns the result."""
-    if not callable(value) or is_array(value):
-        return value
-    if any(map(is_array, jtu.tree_leaves(value))):
-        raise TypeError(f"expected an array, a number or a function for {path!r}, got {describe(value)}, a pytree node")
-    try:
-        return value(at_hand)
-    except TypeError as error:
-        what = f"the function given for {name_of(where)} is called with one argument, the array at {path!r}"
-        remedy = "for an initialiser write lambda w: init(key, w.shape, w.dtype)"
-        raise TypeError(f"{what}; {remedy}. It failed with {in_short(error)}") from error

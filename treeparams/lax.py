@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.tree_util as jtu
 
-from ._slots.parts import Rest, arrays_in, as_rest, diff_of, index_in, put_together, unpacked, with_kept_arrays
+from ._slots.parts import Rest
 from ._tree.static_keys import with_object
 from ._tree.structure import Structure
 from ._tree.text import describe, first_few, warn
@@ -66,8 +66,8 @@ def scan(
     Warns:
         UserWarning: two parameters of a model are one array before the step, and two after it.
     """
-    elements = as_rest(xs)
-    wrap = lambda kind, f: [lambda carry, x: _closed(kind, f(kind.tree(carry), unpacked(x)))]
+    elements = Rest.of(xs)
+    wrap = lambda kind, f: [lambda carry, x: _closed(kind, f(kind.tree(carry), x.unpacked()))]
     run = lambda kind, body: _outcome(kind, *jax.lax.scan(body, kind.arrays(init), elements, length, reverse, unroll))
     return _agreed(wrap, run, [f], (init, xs), _LOOP)
 
@@ -138,13 +138,13 @@ def map(f: Callable[[Any], Y], xs: Any, *, batch_size: int | None = None) -> Y:
 
     Leaves that are not arrays are the same in each call, and come back unchanged.
     """
-    elements = as_rest(xs)
-    wrap = lambda _, f: [lambda carry, x: (carry, as_rest(f(unpacked(x))))]
+    elements = Rest.of(xs)
+    wrap = lambda _, f: [lambda carry, x: (carry, Rest.of(f(x.unpacked())))]
     if batch_size is None:  # `jax.lax.map` would trace anew at each call outside of `jit`
         mapped = lambda body: jax.lax.scan(body, (), elements)[1]
     else:
         mapped = lambda body: jax.lax.map(lambda x: body((), x)[1], elements, batch_size=batch_size)
-    return _agreed(wrap, lambda _, body: put_together(mapped(body), ()), [f], (xs,), _LOOP)
+    return _agreed(wrap, lambda _, body: mapped(body).model(), [f], (xs,), _LOOP)
 
 
 # -- The common part of trees ------------------------------------------------------------------------------------------
@@ -172,34 +172,34 @@ class _Kind:
 
     def arrays(self, tree: PyTree) -> dict[str, Any]:
         """Returns the arrays of a tree by path, each tied parameter once; ends the trace if the tree parts a tie."""
-        rest = as_rest(tree, tied=False)
-        without = with_kept_arrays(rest, ())
+        rest = Rest.of(tree, tied=False)
+        without = rest.replaced(())
         self._rest = self._rest or without
         if jtu.tree_structure(without) != jtu.tree_structure(self._rest):
             what, *words = self._words
-            differences = diff_of(self._rest, without).in_words(*words)
+            differences = self._rest.diff(without).in_words(*words)
             number = "A Python number is static: write jnp.asarray(number), or jnp.zeros(()) for a running total"
             raise ValueError(f"{what}, and only arrays may differ:\n{differences}\n{number}")
-        arrays, seen, both = dict(zip(self._leaves, arrays_in(rest), strict=True)), {}, {}
+        arrays, seen, both = dict(zip(self._leaves, rest.arrays, strict=True)), {}, {}
         own = {i: seen.setdefault(id(array), i) for i, array in arrays.items() if is_inexact(array.dtype)}
         before = self._first or own
         self._first = {i: both.setdefault((first, own.get(i, i)), i) for i, first in before.items()}
         if self._first != before:
-            raise _Parted(self._first, _lost(index_in(rest).structure, before, self._first))
+            raise _Parted(self._first, _lost(rest.index.structure, before, self._first))
         return {self._key(i): array for i, array in arrays.items() if before.get(i, i) == i}
 
     def tree(self, arrays: Mapping[str, Any]) -> Any:
         """Returns the tree of such arrays."""
-        return unpacked(with_kept_arrays(self._rest, [arrays[self._key(self._first.get(i, i))] for i in self._leaves]))
+        return self._rest.replaced([arrays[self._key(self._first.get(i, i))] for i in self._leaves]).unpacked()
 
     @property
     def _leaves(self) -> tuple[int, ...]:
         """The leaves that are arrays."""
-        index = index_in(self._rest)
+        index = self._rest.index
         return index.gathers.kept(range(len(index.trained)))
 
     def _key(self, leaf: int) -> str:
-        return index_in(self._rest).structure.paths[leaf] or self._words[-1]
+        return self._rest.index.structure.paths[leaf] or self._words[-1]
 
 
 def _lost(structure: Structure, before: Mapping[int, int], after: Mapping[int, int]) -> list[str]:
@@ -235,8 +235,8 @@ def _lost(structure: Structure, before: Mapping[int, int], after: Mapping[int, i
 
 def _choose(choose: _Function, branches: Sequence[_Function], operands: tuple[Any, ...]) -> Any:
     """Calls one of some branches."""
-    rest = as_rest(operands)
-    wrap = lambda kind, *branches: [lambda rest, f=f: kind.arrays(f(*unpacked(rest))) for f in branches]
+    rest = Rest.of(operands)
+    wrap = lambda kind, *branches: [lambda rest, f=f: kind.arrays(f(*rest.unpacked())) for f in branches]
     return _agreed(wrap, lambda kind, *wrapped: kind.tree(choose(wrapped, rest)), branches, operands, _BRANCHES)
 
 
@@ -244,11 +244,11 @@ def _closed(kind: _Kind, result: Any) -> tuple[dict[str, Any], Rest[Any]]:
     """Returns the arrays of the pair that a step of `scan` returns."""
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(f"the step of a scan must return a pair, (carry, output), got {describe(result)}")
-    return kind.arrays(result[0]), as_rest(result[1])
+    return kind.arrays(result[0]), Rest.of(result[1])
 
 
 def _outcome(kind: _Kind, carry: dict[str, Any], outputs: Rest[Any]) -> tuple[Any, Any]:
-    return kind.tree(carry), put_together(outputs, ())
+    return kind.tree(carry), outputs.model()
 
 
 def _agreed(wrap: _Function, run: _Function, functions: Sequence[_Function], given: Any, words: Any) -> Any:
@@ -257,9 +257,9 @@ def _agreed(wrap: _Function, run: _Function, functions: Sequence[_Function], giv
     JAX traces a function once for equal arguments. So the wrappers are kept as long as the first function lives, and
     hold the functions weakly.
     """
-    call = as_rest((None, given, {}), by_shape=False)  # as a call: each argument is a separate tree
+    call = Rest.of((None, given, {}), by_shape=False)  # as a call: each argument is a separate tree
     known, tokens = _known(functions[0])[0], [_known(each)[1] for each in functions]
-    key = (wrap.__qualname__, *tokens, jtu.tree_structure(call), *[jax.typeof(array) for array in arrays_in(call)])
+    key = (wrap.__qualname__, *tokens, jtu.tree_structure(call), *[jax.typeof(array) for array in call.arrays])
     found, first = known.get(key), {}
     while True:
         kind = found[0] if found else _Kind(words, first)

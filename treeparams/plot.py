@@ -8,7 +8,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,13 +44,6 @@ _INCHES = 0.45  # of a unit of height, which is that of a strip
 _SLOPE = 35  # degrees, of the names below a strip
 
 
-class _Strip(NamedTuple):
-    title: str
-    slots: Sequence[Slot]
-    length: int  # in elements, at least 1
-    is_frozen: bool
-
-
 def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None) -> Axes:
     """Draws a layout: the vector as a strip of named parameters, with tied ones marked, and the frozen ones below it.
 
@@ -80,15 +73,11 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
     if isinstance(known, Layout) and trainable is not None:
         raise TypeError(f"a {type(model).__name__} already fixes which parameters train; leave `trainable` out")
     known = known if isinstance(known, Layout) else layout_of(known, trainable)
-    index, strips, bottom = index_of(known), _strips(known), 0.0
+    index, bottom = index_of(known), 0.0
     figure = None if ax else plt.figure(layout="constrained")
     ax = ax or plt.axes()
-    for strip in strips:
-        names = _labels(strip, index.tied_to)
-        _draw(ax, strip, bottom, index.tied_to, _colours(known))
-        _name(ax, bottom, names)
-        longest = max([len(text) for _, text in names], default=0)
-        bottom -= 1.9 + (0.55 + longest * _LETTER * math.sin(math.radians(_SLOPE)) / _INCHES if names else 0)
+    for title, slots in _strips(known).items():
+        bottom -= _draw(ax, title, slots, bottom, index.tied_to, _colours(known))
     if figure:
         figure.set_size_inches(8.5, _INCHES * (0.2 - bottom))
     ax.set(xlim=(-0.005, 1.07), ylim=(bottom + 1.6, 1.8))
@@ -101,24 +90,25 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
     return ax
 
 
-def _strips(known: Layout) -> list[_Strip]:
+def _strips(known: Layout) -> Mapping[str, Sequence[Slot]]:
+    """Returns the parameters of each strip by its title."""
     title = f"the vector: {known.size:,} {known.dtype}, {in_bytes(known.size * known.dtype.itemsize)}"
-    strips, frozen = [_Strip(title, known.slots, max(known.size, 1), False)], index_of(known).frozen
+    strips, frozen = {title: known.slots}, index_of(known).frozen
     if frozen:
-        size, nbytes = frozen[-1].offset + frozen[-1].size, sum(slot.size * slot.dtype.itemsize for slot in frozen)
-        title = f"frozen, in no vector: {size:,} elements, {in_bytes(nbytes)}"
-        strips.append(_Strip(title, frozen, max(size, 1), True))
+        size, nbytes = sum(slot.size for slot in frozen), sum(slot.size * slot.dtype.itemsize for slot in frozen)
+        strips[f"frozen, in no vector: {size:,} elements, {in_bytes(nbytes)}"] = frozen
     return strips
 
 
 def _colours(known: Layout) -> dict[str, str]:
     """Returns the colour of each parameter."""
     index = index_of(known)
-    entries = {index.structure.paths[i]: index.structure.entries[i] for i in index.distinct}
-    depth = _branching(entries)
-    heads = {path: each[:depth] for path, each in entries.items()}
+    paths = [index.structure.paths[i] for i in index.distinct]
+    depth = _branching(paths)
+    heads = {path: split_path(path)[:depth] for path in paths}
     number = {head: i for i, head in enumerate(dict.fromkeys(heads.values()))}
-    return {path: _COLOURS[number[head] % len(_COLOURS)] for path, head in heads.items()}
+    colours = {path: _COLOURS[number[head] % len(_COLOURS)] for path, head in heads.items()}
+    return colours | {slot.path: _FROZEN for slot in index.frozen}
 
 
 def _branching(paths: Iterable[str]) -> int:
@@ -127,39 +117,37 @@ def _branching(paths: Iterable[str]) -> int:
     return 1 + len(list(itertools.takewhile(lambda each: len(set(each)) == 1, entries)))
 
 
-def _labels(strip: _Strip, tied: Mapping[str, str]) -> list[tuple[float, str]]:
+def _labels(slots: Sequence[Slot], length: int, tied: Mapping[str, str]) -> list[tuple[float, str]]:
     """Returns names, each with the middle of its slots as a fraction of the strip."""
     # The deepest names that are few enough; where even those at which the paths part are too many, some of them.
-    groups: dict[str, list[Slot]] = {}
-    shallowest = _branching(slot.path for slot in strip.slots)
-    for depth in range(max([shallowest, *(len(split_path(slot.path)) for slot in strip.slots)]), shallowest - 1, -1):
-        groups = {}
-        for slot in strip.slots:
-            groups.setdefault(join_path(split_path(slot.path)[:depth]), []).append(slot)
+    groups: list[tuple[str, list[Slot]]] = []
+    shallowest = _branching(slot.path for slot in slots)
+    for depth in range(max([shallowest, *(len(split_path(slot.path)) for slot in slots)]), shallowest - 1, -1):
+        head = lambda slot, depth=depth: join_path(split_path(slot.path)[:depth])
+        groups = [(name, list(its)) for name, its in itertools.groupby(slots, head)]
         if len(groups) <= _LABELS:
             break
     labels = []
-    for name, slots in list(groups.items())[:: -(-len(groups) // _LABELS) or 1]:
-        ties = tied.get(slots[0].path) if len(slots) == 1 else None
-        middle = (slots[0].offset + slots[-1].offset + slots[-1].size) / 2
-        labels.append((middle / strip.length, (name or "the model") + (f" = {ties}" if ties else "")))
+    for name, its in groups[:: -(-len(groups) // _LABELS) or 1]:
+        ties = tied.get(its[0].path) if len(its) == 1 else None
+        middle = (its[0].offset + its[-1].offset + its[-1].size) / 2
+        labels.append((middle / length, (name or "the model") + (f" = {ties}" if ties else "")))
     return labels
 
 
-def _draw(ax: Axes, strip: _Strip, base: float, tied: Mapping[str, str], colours: Mapping[str, str]) -> None:
-    ax.text(0, base + 1.12, strip.title, fontsize=10, weight="bold", va="bottom", parse_math=False)
+def _draw(ax: Axes, title: str, slots: Sequence[Slot], base: float, tied: Mapping[str, str], colours: Any) -> float:
+    """Draws a strip, and the names of its parameters below it. Returns the height of both."""
+    length = max(sum(slot.size for slot in slots), 1)  # in elements
+    ax.text(0, base + 1.12, title, fontsize=10, weight="bold", va="bottom", parse_math=False)
     ax.add_patch(Rectangle((0, base), 1, 1, facecolor=_EMPTY, edgecolor="grey", linewidth=0.5))
-    for slot in strip.slots:
-        face = _FROZEN if strip.is_frozen else colours[slot.path]
-        where = (slot.offset / strip.length, base), slot.size / strip.length, 1.0
-        ax.add_patch(Rectangle(*where, facecolor=face, edgecolor="black", linewidth=0.5))
+    for slot in slots:
+        where = (slot.offset / length, base), slot.size / length, 1.0
+        ax.add_patch(Rectangle(*where, facecolor=colours[slot.path], edgecolor="black", linewidth=0.5))
         if slot.path in tied:
             ax.add_patch(Rectangle(*where, fill=False, edgecolor="white", linewidth=0, hatch="//"))
-
-
-def _name(ax: Axes, base: float, labels: Sequence[tuple[float, str]]) -> None:
     # Label i cannot be left of label i - 1 plus one step. With i steps taken off, that is a running maximum. The same
     # from the right end keeps the last labels within the strip.
+    labels = _labels(slots, length, tied)
     steps = 0.98 / max(len(labels), _LABELS) * np.arange(len(labels))
     middles = np.array([middle for middle, _ in labels])
     apart = np.minimum(np.maximum.accumulate(middles - steps) + steps, 1 - steps[::-1])
@@ -167,3 +155,5 @@ def _name(ax: Axes, base: float, labels: Sequence[tuple[float, str]]) -> None:
         ax.plot([middle, middle, x, x], [base, base - 0.12, base - 0.4, base - 0.5], color="grey", linewidth=0.6)
         turned = {"rotation": -_SLOPE, "rotation_mode": "anchor", "ha": "left", "va": "center", "parse_math": False}
         ax.text(x, base - 0.58, text, fontsize=_FONT, **turned)
+    longest = max([len(text) for _, text in labels], default=0)
+    return 1.9 + (0.55 + longest * _LETTER * math.sin(math.radians(_SLOPE)) / _INCHES if labels else 0)

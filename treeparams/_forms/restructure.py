@@ -18,7 +18,7 @@ from jaxtyping import Array, Inexact
 
 from .._slots.index import Index
 from .._slots.layout import Layout, index_of
-from .._slots.parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
+from .._slots.parts import Rest, take_apart
 from .._slots.ties import Alias
 from .._slots.where import Where, name_of, nodes_in
 from .._tree.static_keys import static_key
@@ -45,8 +45,8 @@ class _Unbuilt:
 
     def __init__(self, rest: Rest[Any], joined: Sequence[tuple[Form, Sequence[Any]]]) -> None:
         """Takes a form and the frozen arrays that are in stacks, each with its leaves."""
-        self.index = index_in(rest)
-        self.singles = others(rest)
+        self.index = rest.index
+        self.singles = [*rest.arrays, *rest.values]
         self.blocks = [block for form, _ in joined for block in form.blocks]
         leaves = [leaf for _, each in joined for leaf in each]
         self.leaves = [block.gathered(leaf) for block, leaf in zip(self.blocks, leaves, strict=True)]
@@ -58,12 +58,12 @@ class _Unbuilt:
     def nodes(self, where: Where, *, is_part: bool = False) -> tuple[TreeDef, int, list[_Column]]:
         """Returns the structure of the nodes that a `where` matches, their number, and the column of each leaf."""
         structure = self.index.structure
-        spans = nodes_in(structure, where, are_alike=not is_part)
-        if is_part and len(spans) > 1:
-            paths = quoted([span.path for span in spans])
+        nodes = nodes_in(structure, where, are_alike=not is_part)
+        if is_part and len(nodes) > 1:
+            paths = quoted([node.path for node in nodes])
             raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several use `repeated`")
         columns: list[_Column] = []
-        for leaves in zip(*(range(span.start, span.stop) for span in spans), strict=True):
+        for leaves in zip(*(range(node.start, node.stop) for node in nodes), strict=True):
             column = tuple(map(self._place, leaves))
             is_array = structure.is_array(leaves[0])
             kinds = {(block, number, alias and alias.transforms) for block, number, alias in column}
@@ -73,7 +73,7 @@ class _Unbuilt:
                 if key != keys[0]:
                     what = f"{structure.paths[leaves[0]]!r} and {structure.paths[leaf]!r}, which are not arrays, differ"
                     raise ValueError(f"{what}; turn such numbers into arrays")
-        return structure.subtreedefs[spans[0].number], len(spans), columns
+        return structure.subtreedefs[nodes[0].number], len(nodes), columns
 
     def _place(self, leaf: int) -> _Origin:
         # The numbers of a model's leaves in one list: slots, then what is no slot, then what is computed from slots.
@@ -208,7 +208,7 @@ class Restructure(Generic[M]):
             ValueError: an array has another shape; there is a stack too many, or one is missing.
             TypeError: the dtype is an integer one, or complex although every parameter is real.
         """
-        return self._whole(put_together(released(self), self._form.cut(self._whole(form))))
+        return self._whole(released(self).model(self._form.cut(self._whole(form))))
 
     def ravel(self, model: PyTree) -> Any:
         """Collects the values of a model into the vector or the stacks; the inverse of calling.
@@ -224,7 +224,7 @@ class Restructure(Generic[M]):
             ValueError: a slot is missing or has another shape; there is an entry where the model has no leaf.
             TypeError: an entry is not an array, or is complex although the slot is real.
         """
-        return self._form.join(index_in(self._rest).read(model, exact_shapes=True))
+        return self._form.join(self._rest.index.read(model, exact_shapes=True))
 
     def ravel_gradient(self, grads: PyTree) -> Any:
         """Collects a gradient into the vector or the stacks; the transpose of calling.
@@ -248,7 +248,7 @@ class Restructure(Generic[M]):
             ValueError: an entry has another shape than its leaf; there is an entry where the model has no leaf.
             TypeError: an entry is not an array.
         """
-        return self._form.join(index_in(self._rest).gradients(grads, "zeros", self._form.dtype))
+        return self._form.join(self._rest.index.gradients(grads, "zeros", self._form.dtype))
 
     def view(self, form: Resting) -> View:
         """Returns a view with names over a vector or stacks: parameters, a gradient, an optimiser's moments, a tangent.
@@ -288,7 +288,7 @@ class Restructure(Generic[M]):
             KeyError: there is no such slot; see `layout[path]`.
             ValueError: the form is a vector; use `layout.slice(path)`.
         """
-        slot = index_in(self._rest).slot_at(path)
+        slot = self._rest.index.slot_at(path)
         if self._form.is_bare:
             raise ValueError(f"{path!r} is in a vector, at layout.slice({path!r}); only stacks (tp.stack) have rows")
         block, row = self._form.locations[slot]
@@ -464,16 +464,16 @@ def released(restructure: Restructure[M]) -> Rest[M]:
     rest, _, held, stacks = halves_of(restructure)
     if not held.blocks:
         return rest
-    kept = list(kept_arrays(rest).values())
+    kept = list(rest.arrays)
     for i, array in zip(held.slots, held.cut_leaves(stacks), strict=True):
         kept[i] = array
-    return with_kept_arrays(rest, kept)
+    return rest.replaced(kept)
 
 
 def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
     """Returns a `Restructure`'s index, its leaves that are not arrays, and the place of each slot in words."""
     rest, form, _, _ = halves_of(restructure)
-    index, singles = index_in(rest), others(rest)
+    index, singles = rest.index, [*rest.arrays, *rest.values]
     values = [i for i in range(len(index.trained)) if not index.structure.is_array(i)]
     leaves = {i: singles[index.gathers.order[i] - len(index.positions)] for i in values}
     return index, leaves, {path: form.place_in_words(slot) for slot, path in enumerate(form.paths)}
@@ -486,7 +486,6 @@ def restructure_over(rest: Rest[M], form: Form, groups: Sequence[Any] | None = N
     """
     if form.is_bare:
         return Restructure(rest, form)
-    kept = list(kept_arrays(rest).values())
-    held = _stacks_of_arrays(kept, groups)
-    left = [None if i in held.locations else array for i, array in enumerate(kept)]
-    return Restructure(with_kept_arrays(rest, left), form, held, jtu.tree_leaves(held.join(kept)))
+    held = _stacks_of_arrays(rest.arrays, groups)
+    left = [None if i in held.locations else array for i, array in enumerate(rest.arrays)]
+    return Restructure(rest.replaced(left), form, held, jtu.tree_leaves(held.join(rest.arrays)))

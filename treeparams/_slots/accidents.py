@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._tree.structure import Spec, Structure, same_treedef
+from .._tree.structure import Node, Spec, Structure, same_treedef
 from .._tree.text import first_few, warn
 from .index import Index
 
@@ -63,12 +63,11 @@ def _places(word: str, structure: Structure, pair: _Pair, anywhere: str, at_root
     A warning is noted of `the whole` of the model that it names, and of each `part`. So a model is known if it is a
     part of such a model, or has a part that is the whole of one.
     """
-    for number in _holding(structure, pair):
-        node, key = structure.nodes[number], (word, structure.kinds[number])
-        leaves = {i - node.start for i in pair}
+    for node in _holding(structure, pair):
+        key, leaves = (word, structure.kinds[node.number]), {i - node.start for i in pair}
         if word in _OF_ONE_MODEL:
-            key = *key, hash(_shapes(structure, number))
-            if not number:
+            key = *key, hash(_shapes(structure, node))
+            if not node.number:
                 yield (*key, at_root), leaves
             key = *key, anywhere
         yield key, leaves
@@ -84,12 +83,12 @@ def _set_facts(key: Hashable, facts: Iterable[Any], *, is_change: bool = False) 
             _facts.popitem(last=False)
 
 
-def _holding(structure: Structure, pair: _Pair) -> list[int]:
+def _holding(structure: Structure, pair: _Pair) -> list[Node]:
     """Returns the nodes that hold both of two leaves, from the root to the innermost."""
-    found, number, nodes = [], 0, structure.nodes
+    found, number, nodes = list[Node](), 0, structure.nodes
     while number < len(nodes) and nodes[number].start <= min(pair):
         is_within = max(pair) < nodes[number].stop
-        found += [number] * is_within
+        found += nodes[number : number + is_within]
         number = number + 1 if is_within else nodes[number].last
     return found
 
@@ -129,13 +128,12 @@ def note_ties(
     _note("said", structure, pairs if is_said else ())
     inside = collections.defaultdict[int, set[_Pair]](set)
     for pair in pairs if not structure.is_traced else ():
-        for number in _holding(structure, pair):
-            start = structure.nodes[number].start
-            inside[number].add((pair[0] - start, pair[1] - start))
-    for number, its in inside.items():
-        key = word, structure.kind_of(number)
-        known, fact = _facts.get(key), (_shapes(structure, number), frozenset(its))
-        is_new_kind = above is None or (len(structure.nodes[number].entries) >= above and known != {})
+        for node in _holding(structure, pair):
+            inside[node.number].add((pair[0] - node.start, pair[1] - node.start))
+    for node, its in [(structure.nodes[number], its) for number, its in inside.items()]:
+        key = word, structure.kind_of(node.number)
+        known, fact = _facts.get(key), (_shapes(structure, node), frozenset(its))
+        is_new_kind = above is None or (len(node.entries) >= above and known != {})
         if is_new_kind and fact not in (known or {}):
             _set_facts(key, [*list(known or {})[-_SHAPES:], fact], is_change=True)
 
@@ -157,8 +155,7 @@ def _met(word: str, structure: Structure) -> list[_Pair]:
     return list(found)
 
 
-def _shapes(structure: Structure, number: int) -> tuple[tuple[int, ...] | None, ...]:
-    node = structure.nodes[number]
+def _shapes(structure: Structure, node: Node) -> tuple[tuple[int, ...] | None, ...]:
     return tuple([spec and spec.shape for spec in structure.specs[node.start : node.stop]])
 
 
@@ -175,16 +172,14 @@ def _are_mapped(specs: Sequence[Spec | None], shapes: Sequence[tuple[int, ...] |
 
 # -- Tracers that are apart --------------------------------------------------------------------------------------------
 
-_apart: dict[int, "weakref.ref[Tracer]"] = {}  # by identity
+# By identity; an identity serves another object when a tracer is gone, so the entry goes with it.
+_apart = weakref.WeakValueDictionary[int, Tracer]()
 
 
 def keep_apart(tracers: Iterable[Any]) -> None:
     """Remembers tracers that are separate as their arrays are: arguments of `tp.jit`, slots of a `Rest`, copies."""
-    for each in tracers if changes else ():
-        if isinstance(each, Tracer):
-            # An identity serves another object when a tracer is gone, so the entry goes with it.
-            key = id(each)
-            _apart[key] = weakref.ref(each, lambda _, key=key: _apart.pop(key, None))
+    if changes:
+        _apart.update({id(each): each for each in tracers if isinstance(each, Tracer)})
 
 
 # -- One array, though nobody says so ----------------------------------------------------------------------------------
@@ -210,29 +205,31 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
     are_copies = pairs == unsaid and _is_one_node_repeated(structure)
     if not are_copies:
         pairs = [pair for pair in pairs if leaves[pair[0]].size > 1 and _is_accident(structure, pair, is_constant)]
+    places: dict[int, list[str]] = {}
+    for source, leaf in pairs:
+        places.setdefault(source, [repr(structure.paths[source])]).append(repr(structure.paths[leaf]))
     if pairs:
+        groups = [f"{first_few(its[:-1])} and {its[-1]}" for its in places.values()]
         reason = "in nodes that are the same throughout" if are_copies else "whose elements are all equal"
-        warn(_unsaid_in_words(structure, pairs, reason))
+        warn(_UNSAID.format(first_few(groups), *next(iter(places.values()))[:2], reason))
         # Where they part from now on, nobody has lost anything.
         note_untied(structure, [leaf for pair in pairs for leaf in pair])
 
 
 def _is_one_node_repeated(structure: Structure) -> bool:
     """Returns whether a model is only a list, tuple or dictionary of the same node, as `[net] * 4`."""
-    numbers = [number for number, node in enumerate(structure.nodes) if len(node.entries) == 1]
-    if len(numbers) < 2 or structure.nodes[0].cls not in (list, tuple, dict):
+    nodes = [node for node in structure.nodes if len(node.entries) == 1]
+    if len(nodes) < 2 or structure.nodes[0].cls not in (list, tuple, dict):
         return False
-    first, treedefs = structure.nodes[numbers[0]], structure.subtreedefs
     # As long as the whole: there is nothing beside them. An inverse, say, holds the same arrays and is another node.
-    is_all = (first.stop - first.start) * len(numbers) == len(structure.specs)
-    arrays = [_arrays_below(structure, number) for number in numbers] if is_all else []
-    are_same = all(same_treedef(treedefs[number], treedefs[numbers[0]]) for number in numbers)
-    return is_all and are_same and arrays.count(arrays[0]) == len(arrays)
+    is_all = (nodes[0].stop - nodes[0].start) * len(nodes) == len(structure.specs)
+    treedefs, arrays = [structure.subtreedefs[node.number] for node in nodes], _arrays_below(structure, nodes[0])
+    are_same = all(same_treedef(each, treedefs[0]) for each in treedefs)
+    return is_all and are_same and all(_arrays_below(structure, node) == arrays for node in nodes)
 
 
-def _arrays_below(structure: Structure, number: int) -> list[tuple[tuple[str, ...], int]]:
+def _arrays_below(structure: Structure, node: Node) -> list[tuple[tuple[str, ...], int]]:
     """Returns the parameters of a node: their paths in it, and their arrays."""
-    node = structure.nodes[number]
     its = [i for i in range(node.start, node.stop) if structure.is_parameter(i)]
     return [(structure.entries[i][len(node.entries) :], structure.first[i]) for i in its]
 
@@ -245,22 +242,11 @@ def _is_accident(structure: Structure, pair: _Pair, is_constant: Callable[[int],
     """
     if not is_constant(pair[0]):
         return False
-    shared = _holding(structure, pair)
-    above = [[n for n in _holding(structure, (i, i)) if n not in shared] for i in pair]
-    for one, other in ((one, other) for one in above[0] for other in above[1]):
-        arrays = _arrays_below(structure, one)
-        if arrays == _arrays_below(structure, other) and not all(is_constant(i) for _, i in arrays):
-            return False
-    return True
-
-
-def _unsaid_in_words(structure: Structure, pairs: Sequence[_Pair], reason: str) -> str:
-    places: dict[int, list[str]] = {}
-    for source, leaf in pairs:
-        places.setdefault(source, [repr(structure.paths[source])]).append(repr(structure.paths[leaf]))
-    groups = [f"{first_few(its[:-1])} and {its[-1]}" for its in places.values()]
-    source, alias = next(iter(places.values()))[:2]
-    return _UNSAID.format(first_few(groups), source, alias, reason)
+    shared = len(_holding(structure, pair))
+    # From the root on, the nodes above the one leaf are those above the other, as long as they hold both.
+    above = [[_arrays_below(structure, node) for node in _holding(structure, (i, i))[shared:]] for i in pair]
+    same = [arrays for arrays in above[0] if arrays in above[1]]
+    return all(is_constant(i) for arrays in same for _, i in arrays)
 
 
 _UNSAID = (
@@ -281,9 +267,8 @@ def _parted(index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[_Pa
 def _come_apart(word: str, index: Index, trained: Callable[[Iterable[bool]], bool]) -> list[_Pair]:
     """Returns the pairs that were tied in a model met before and are not in this one, of which any, or all, train."""
     # A layout may know the tie the other way round, or with a third leaf as the source of both.
-    one = [index.sources.get(first, first) for first in index.structure.first]
-    pairs = [(a, b) for a, b in _met(word, index.structure) if one[a] != one[b]]
-    return [pair for pair in pairs if trained(index.trained[i] for i in pair)]
+    one, flags = [index.sources.get(first, first) for first in index.structure.first], index.trained
+    return [(a, b) for a, b in _met(word, index.structure) if one[a] != one[b] and trained((flags[a], flags[b]))]
 
 
 def _warn_once(word: str, index: Index, pairs: Iterable[_Pair], message: str, between: str = "and") -> None:

@@ -62,14 +62,12 @@ class Index:
     """The places of leaves. Leaves are numbered in tree order, slots in the order of their leaves."""
 
     def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
-        self.structure = structure
+        self.structure, self.trained, self.ties = structure, trained, ties  # `trained`: of each leaf
         self.forms: dict[Any, Any] = {}  # those that were asked for
         self._avals = Avals()  # of arrays with the shapes of the slots
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
         # For accidents with ties: as of which change of the memory. A mask, or a callable, makes an index at each call.
         self.checked: dict[str, int] = structure.remember(("checked", trained, ties), dict)
-        self.trained = trained  # of each leaf
-        self.ties = ties
         self.sources = {alias.leaf: alias.source for alias in ties}
         self.distinct = tuple([i for i in structure.parameters if i not in self.sources])
         self.positions = tuple([i for i in self.distinct if trained[i]])  # the leaf of each slot
@@ -426,11 +424,10 @@ class Index:
         paths = self.structure.paths
         frozen = [paths[i] for i in self.structure.parameters]
         numbers = quoted([paths[i] for i in _numbers(self.structure)])
-        if frozen:
-            why = f"all parameters are frozen ({quoted(frozen, 5)}); thaw them with tp.layout(model, thaw=...)"
-        else:
-            why = "the model has no floating or complex arrays"
-            why += f", and {numbers}: numbers are not parameters; {AS_ARRAY}" if numbers else ""
+        why = f"all parameters are frozen ({quoted(frozen, 5)}); thaw them with tp.layout(model, thaw=...)"
+        if not frozen:
+            also = f", and {numbers}: numbers are not parameters; {AS_ARRAY}" if numbers else ""
+            why = f"the model has no floating or complex arrays{also}"
         warn(f"nothing is trained: {why}")
 
     # -- In words
@@ -458,11 +455,9 @@ class Index:
             groups = itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
             shown = [_joined(path, list(members)) for path, members in groups]
         narrow = [self.slots[slot] for slot in self.narrow_slots]
-        own = {"narrow": "", "no arrays": _no_arrays(structure)}
-        if narrow:
-            dtypes = first_few(list(dict.fromkeys(str(slot.dtype) for slot in narrow)))
-            words = f"trained in {dtypes}, where small steps round to zero; optim.master and tp.Ema keep float32"
-            own["narrow"] = f"{sum(slot.size for slot in narrow):,} {words}"
+        count, dtypes = sum(slot.size for slot in narrow), dict.fromkeys(str(slot.dtype) for slot in narrow)
+        where = f"in {first_few(list(dtypes))}, where small steps round to zero; optim.master and tp.Ema keep float32"
+        own = {"narrow": f"{count:,} trained {where}" if narrow else "", "no arrays": _no_arrays(structure)}
         return Summary(rows, shown, own | dict(notes or {}))
 
 
@@ -537,10 +532,9 @@ def _joined(path: str, rows: Sequence[_Row]) -> _Row:
     roles = [row.role for row in rows]
     role = roles[0] if len(set(roles)) == 1 else f"{roles.count('trained')} of {len(rows)} trained"
     dtypes = dict.fromkeys(row.dtype for row in rows)
-    arrays, elements = sum(row.arrays for row in rows), sum(row.elements for row in rows)
-    nbytes = sum(row.nbytes for row in rows)
+    sizes = sum(row.arrays for row in rows), sum(row.elements for row in rows), sum(row.nbytes for row in rows)
     ties = first_few([row.tied_to for row in rows if row.tied_to])
-    return _Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
+    return _Row(path, None, ", ".join(dtypes), *sizes, role, "", ties)
 
 
 _FLOATS = ("float", "complex", "float16", "float32", "float64", "longdouble", "complex64", "complex128")

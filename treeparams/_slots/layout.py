@@ -233,8 +233,8 @@ class Layout(Printed):
         def ties(index: Index) -> list[tuple[str, str, Alias]]:
             # Transforms are compared: leaves have other numbers in another model.
             paths = index.structure.paths
-            bare = [dataclasses.replace(each, leaf=0, source=0) for each in index.ties]
-            return [(paths[tie.source], paths[tie.leaf], each) for tie, each in zip(index.ties, bare, strict=True)]
+            bare = lambda tie: dataclasses.replace(tie, leaf=0, source=0)
+            return [(paths[tie.source], paths[tie.leaf], bare(tie)) for tie in index.ties]
 
         both = here.index.keys() & there.index.keys()
         rows = Difference.of_ties(ties(these), ties(those), both.__contains__, "its source")
@@ -394,16 +394,14 @@ def layout(
             parameters in a dict, list or tuple.
     """
     leaves, _, structure = structure_of(model)
-    if isinstance(trainable, Layout):
-        if ties is not None:
-            raise ValueError("the Layout passed as `trainable` has its ties already; pass `ties` where you make it")
-        made, index = look_up(structure, trainable, leaves)
-        index.refuse_refs()
-        return made if freeze is None and thaw is None else _changed_by(made, freeze, thaw)
+    if isinstance(trainable, Layout) and ties is not None:
+        raise ValueError("the Layout passed as `trainable` has its ties already; pass `ties` where you make it")
     made, index = look_up(structure, trainable, leaves, ties, freeze, thaw)
+    index.refuse_refs()
+    if isinstance(trainable, Layout):
+        return made if freeze is None and thaw is None else _changed_by(made, freeze, thaw)
     for tie in () if ties is None else index.ties:
         note_ties(structure, [(tie.leaf, tie.source)], word="computed" if tie.transforms else "given")
-    index.refuse_refs()
     index.warn_of_floats()
     warn_of_parted_ties(index, leaves)
     return made

@@ -7,7 +7,7 @@ Every function of this library is `take_apart`, its own operation on `parts.slot
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import jax.tree_util as jtu
@@ -18,7 +18,7 @@ from .._tree.declare import registry
 from .._tree.difference import Diff, Difference, compare
 from .._tree.static_keys import contents, identical, static_key
 from .._tree.structure import Spec, Structure, flatten, same_treedef, structure_of
-from .._tree.text import both_in_text, describe
+from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
 from . import accidents
 from .accidents import keep_apart, meet, note_ties
@@ -26,6 +26,7 @@ from .index import Index
 from .layout import Layout, Trainable, index_of, look_up, trained_at
 
 M = TypeVar("M")
+T = TypeVar("T")
 
 
 class _Static:
@@ -34,9 +35,7 @@ class _Static:
     __slots__ = ("_key", "index", "layout", "treedef", "values")
 
     def __init__(self, layout: Layout, index: Index, treedef: TreeDef, values: tuple[Any, ...]) -> None:
-        self.layout = layout
-        self.index = index
-        self.treedef = treedef
+        self.layout, self.index, self.treedef = layout, index, treedef
         self.values = values  # of the leaves that are no arrays
         # Of values that can change in place a snapshot: a list would be compared with itself after it has changed.
         self._key = None if index.structure.settled else static_key(values, strict=True)
@@ -79,27 +78,101 @@ class Rest(Generic[M]):
     ties are static. You can pass it to plain `jax.jit`. `rest.layout` is the layout of the model.
     """
 
-    def __init__(self, frozen: tuple[Any, ...], static: _Static) -> None:
+    def __init__(self, arrays: tuple[Any, ...], static: _Static) -> None:
         """Used by this library; write `tp.partition(model)`."""
-        self._kept = frozen
-        self._static = static
+        self.arrays, self._static = arrays, static
+        self.index, self.treedef = static.index, static.treedef  # of this model
+
+    def __reduce__(self) -> Any:
+        return Rest, (self.arrays, self._static)
+
+    def __dir__(self) -> Iterable[str]:
+        # All other names are for the other files of this library.
+        return [name for name in super().__dir__() if name.startswith("_") or name == "layout"]
+
+    @staticmethod
+    def of(tree: T, *, by_shape: bool = True, tied: bool = True) -> "Rest[T]":
+        """Returns any tree as a `Rest` that holds all of it: nothing is trained.
+
+        Its static half equals that of a tree that differs only in shapes and dtypes. Without `by_shape`, all of these
+        share one structure. Without `tied`, an array object that is at several places is kept once for each.
+        """
+        leaves, treedef, structure = structure_of(tree, by_shape=by_shape)
+        structure.remember("met", lambda: meet(structure, leaves, is_call=not by_shape))
+        layout = structure.remember(("nothing trained", tied), lambda: _nothing_trained(structure, tied))
+        index = index_of(layout)
+        return Rest(index.gathers.kept(leaves), _Static(layout, index, treedef, index.gathers.values(leaves)))
 
     @property
     def layout(self) -> Layout:
         """The layout of the model."""
         return self._static.layout
 
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The leaves that are not arrays, and refs."""
+        return self._static.values
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each array."""
+        return self.index.gathers.kept_paths
+
+    def model(self, slots: Sequence[Any] = ()) -> M:
+        """Returns the model with one value per slot, at all paths of each."""
+        index, values = self.index, [*slots, *self.arrays, *self._static.values]
+        # A model is put together here with its ties, and a later trace may lose them: it is noted that they are one, or
+        # of tracers that they are apart as the arrays were. Once per index, so that an ordinary step pays nothing.
+        if slots:
+            if isinstance(slots[0], Tracer):
+                keep_apart(slots)
+            elif index.gathers.tied_pairs and not index.are_ties_noted:
+                note_ties(index.structure, index.gathers.tied_pairs)
+                index.are_ties_noted = True
+            if index.computed:
+                values += index.computed_from(slots)
+        # One gather and one unflatten, since it is known where each leaf lies.
+        return jtu.tree_unflatten(self.treedef, index.gathers.leaves(values))
+
+    def unpacked(self) -> M:
+        """Returns the tree of `of` within a function of arrays; its arrays are apart as they were outside."""
+        keep_apart(self.arrays)
+        return self.model()
+
+    def replaced(self, arrays: Iterable[Any], values: Iterable[Any] | None = None) -> "Rest[M]":
+        """Returns a `Rest` with other arrays, and optionally other values."""
+        static = self._static
+        if values is not None:
+            static = _Static(static.layout, static.index, static.treedef, tuple(values))
+        return Rest(tuple(arrays), static)
+
+    def diff(self, other: "Rest[Any]") -> Diff:
+        """Returns how two trees, or calls, differ, from their static halves alone."""
+        these, those = self.index.structure, other.index.structure
+        leaves = lambda rest: rest.index.gathers.values(range(len(rest.index.trained)))
+        ours, theirs = (dict(zip(leaves(rest), rest.values, strict=True)) for rest in (self, other))
+
+        def at_leaves(i: int, j: int) -> Iterator[Difference]:
+            if i in ours and j in theirs and static_key(ours[i], strict=True) != static_key(theirs[j], strict=True):
+                yield Difference.of_values(these.paths[i], "value", ours[i], theirs[j])
+            elif (i in ours) != (j in theirs):
+                words = ("no array", "an array") if i in ours else ("an array", "no array")
+                yield Difference(these.paths[i], "type", *words)
+
+        shared = these.index.keys() & those.index.keys()
+        ties = Difference.of_ties(these.ties, those.ties, shared.__contains__)
+        return Diff([*compare(these, those, at_leaves), *ties])
+
     def __repr__(self) -> str:
-        return f"Rest({len(self._kept)} frozen arrays, {len(self._static.values)} values, {self.layout!r})"
+        return f"Rest({len(self.arrays)} frozen arrays, {len(self.values)} values, {self.layout!r})"
 
 
 Rest.__module__ = "treeparams"
-_halves: Callable[[Rest[Any]], tuple[tuple[Any, ...], _Static]] = operator.attrgetter("_kept", "_static")
+_halves: Callable[[Rest[Any]], tuple[tuple[Any, ...], _Static]] = operator.attrgetter("arrays", "_static")
 
 
 def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
-    frozen, static = _halves(rest)
-    return tuple(zip(map(jtu.DictKey, static.index.gathers.kept_paths), frozen, strict=True)), static
+    return tuple(zip(map(jtu.DictKey, rest.paths), rest.arrays, strict=True)), _halves(rest)[1]
 
 
 def _refuse(_: object) -> bytes:
@@ -107,16 +180,10 @@ def _refuse(_: object) -> bytes:
     raise ValueError(f"{why}; close over it, as in jax.jit(lambda params: f(params, rest))")
 
 
-jtu.register_pytree_with_keys(Rest, _flatten_with_keys, lambda static, frozen: Rest(tuple(frozen), static), _halves)
+jtu.register_pytree_with_keys(Rest, _flatten_with_keys, lambda static, arrays: Rest(tuple(arrays), static), _halves)
 export.register_pytree_node_serialization(
     Rest, serialized_name="treeparams.Rest", serialize_auxdata=_refuse, deserialize_auxdata=_refuse
 )
-
-
-arrays_in: Callable[[Rest[Any]], tuple[Any, ...]] = operator.attrgetter("_kept")
-"""The arrays of a `Rest`, each object once."""
-index_in: Callable[[Rest[Any]], Index] = operator.attrgetter("_static.index")
-"""The `Index` of the model that a `Rest` is of."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -134,27 +201,21 @@ class Parts(Generic[M]):
     @property
     def index(self) -> Index:
         """The `Index` of this model, with its own structure."""
-        return index_in(self.rest)
-
-    @property
-    def treedef(self) -> TreeDef:
-        """The treedef of the model."""
-        return _halves(self.rest)[1].treedef
+        return self.rest.index
 
     def model(self, slots: Sequence[Any]) -> M:
         """Returns the model with these values in its slots, at all paths of each."""
-        return put_together(self.rest, slots)
+        return self.rest.model(slots)
 
     def canonical(self, slots: Sequence[Any]) -> PyTree:
         """Returns the canonical tree of one value per slot."""
-        return self.index.canonical(slots, self.treedef)
+        return self.rest.index.canonical(slots, self.rest.treedef)
 
     def everywhere(self, slots: Sequence[Any]) -> PyTree:
         """Returns a tree with one value per slot at all paths of each, and `None` elsewhere."""
-        static = _halves(self.rest)[1]
-        index = static.index
+        index = self.rest.index
         computed = index.computed_from(slots) if index.computed else ()
-        return jtu.tree_unflatten(static.treedef, index.everywhere([*slots, None, *computed]))
+        return jtu.tree_unflatten(self.rest.treedef, index.everywhere([*slots, None, *computed]))
 
 
 def take_apart(model: M, trainable: Trainable, *, by_path: bool = False) -> Parts[M]:
@@ -182,95 +243,13 @@ def _each_by_itself(structure: Structure, layout: Layout) -> Index:
     return Index(dataclasses.replace(structure, first=first, _memo={}), index.trained, index.ties)
 
 
-def as_rest(tree: M, *, by_shape: bool = True, tied: bool = True) -> Rest[M]:
-    """Returns any tree as a `Rest` that holds all of it: nothing is trained. `put_together(rest, ())` is the tree.
-
-    Its static half equals that of a tree that differs only in shapes and dtypes. Without `by_shape`, all of these share
-    one structure. Without `tied`, an array object that is at several places is kept once for each.
-    """
-    leaves, treedef, structure = structure_of(tree, by_shape=by_shape)
-    structure.remember("met", lambda: meet(structure, leaves, is_call=not by_shape))
-    layout = structure.remember(("nothing trained", tied), lambda: _nothing_trained(structure, tied))
-    index = index_of(layout)
-    return Rest(index.gathers.kept(leaves), _Static(layout, index, treedef, index.gathers.values(leaves)))
-
-
 def _nothing_trained(structure: Structure, tied: bool) -> Layout:
     first = structure.first if tied else tuple(range(len(structure.first)))
-    specs = tuple([spec and _ANY_ARRAY for spec in structure.specs])
+    specs = tuple([spec and Spec((), None, False) for spec in structure.specs])
     # A program reads the declarations of classes while it is traced, so it serves one version of them.
     statics = (*structure.statics, ("declarations", registry.version))
     without_shapes = dataclasses.replace(structure, specs=specs, first=first, statics=statics, _memo={})
     return Layout(Index(without_shapes, (False,) * len(specs), ()))
-
-
-_ANY_ARRAY = Spec((), None, False)
-
-
-def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
-    """Returns the model of one value per slot."""
-    frozen, static = _halves(rest)
-    index, values = static.index, [*slots, *frozen, *static.values]
-    # A model is put together here with its ties, and a later trace may lose them: it is noted that they are one, or of
-    # tracers that they are apart as the arrays were. Once per index, so that an ordinary step pays nothing.
-    if slots:
-        if isinstance(slots[0], Tracer):
-            keep_apart(slots)
-        elif index.gathers.tied_pairs and not index.are_ties_noted:
-            note_ties(index.structure, index.gathers.tied_pairs)
-            index.are_ties_noted = True
-        if index.computed:
-            values += index.computed_from(slots)
-    # One gather and one unflatten, since it is known where each leaf lies.
-    return jtu.tree_unflatten(static.treedef, index.gathers.leaves(values))
-
-
-def unpacked(rest: Rest[M]) -> M:
-    """Returns the tree of `as_rest` within a function of arrays; its arrays are apart as they were outside."""
-    keep_apart(arrays_in(rest))
-    return put_together(rest, ())
-
-
-def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:
-    """Returns the arrays that are not slots, each object once, by path."""
-    frozen, static = _halves(rest)
-    return dict(zip(static.index.gathers.kept_paths, frozen, strict=True))
-
-
-def others(rest: Rest[Any]) -> list[Any]:
-    """Returns the leaves that are not slots: the arrays, each object once, and then the values that are not arrays."""
-    frozen, static = _halves(rest)
-    return [*frozen, *static.values]
-
-
-def diff_of(here: Rest[Any], there: Rest[Any]) -> Diff:
-    """Returns how two trees, or calls, of `as_rest` differ, from their static halves alone."""
-    these, those = index_in(here).structure, index_in(there).structure
-    ours, theirs = _values_by_leaf(here), _values_by_leaf(there)
-
-    def at_leaves(i: int, j: int) -> Iterator[Difference]:
-        if i in ours and j in theirs and static_key(ours[i], strict=True) != static_key(theirs[j], strict=True):
-            yield Difference(these.paths[i], "value", *both_in_text(ours[i], theirs[j]))
-        elif (i in ours) != (j in theirs):
-            first, second = ("no array" if leaf in values else "an array" for leaf, values in ((i, ours), (j, theirs)))
-            yield Difference(these.paths[i], "type", first, second)
-
-    shared = these.index.keys() & those.index.keys()
-    ties = Difference.of_ties(these.ties, those.ties, shared.__contains__)
-    return Diff([*compare(these, those, at_leaves), *ties])
-
-
-def _values_by_leaf(rest: Rest[Any]) -> dict[int, Any]:
-    static = _halves(rest)[1]
-    return dict(zip(static.index.gathers.values(range(len(static.index.trained))), static.values, strict=True))
-
-
-def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any], values: Sequence[Any] | None = None) -> Rest[M]:
-    """Returns a `Rest` with other arrays in place of those that are not slots, and optionally other values."""
-    static = _halves(rest)[1]
-    if values is not None:
-        static = _Static(static.layout, static.index, static.treedef, tuple(values))
-    return Rest(tuple(frozen), static)
 
 
 def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:
@@ -337,14 +316,14 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
             remedy = "the parameters come first: tp.combine(params, rest)"
         raise TypeError(f"expected the Rest of tp.partition, got {describe(rest)}; {remedy}")
     leaves, treedef = flatten(params)
-    index = index_in(rest)
+    index = rest.index
     if not same_treedef(treedef, index.canonical_treedef):
         leaves = index.read(params)
     for leaf, slot in zip(leaves, () if index.have_shapes(leaves) else index.slots, strict=False):
         shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor have results of a `jax.tree.map`
         if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
             raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
-    return put_together(rest, leaves)
+    return rest.model(leaves)
 
 
 def project(

@@ -30,11 +30,11 @@ class _Transform:
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         """Checks that the function can be recognised again."""
-        self.function, self._inner, args, keywords = function, function, (), {}
-        if isinstance(function, functools.partial):  # a partial of a partial is one, to Python
-            self._inner, args, keywords = function.func, function.args, function.keywords
+        # A partial of a partial is one, to Python.
+        bound = function if isinstance(function, functools.partial) else functools.partial(function)
+        self.function, self._inner = function, bound.func
         self._names = _found_under(self._inner)
-        self._bound = args, tuple(sorted(keywords.items()))
+        self._bound = bound.args, tuple(sorted(bound.keywords.items()))
         try:
             hash(self._bound)
         except TypeError as error:

@@ -17,8 +17,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.difference import compare
-from .._tree.paths import Glob, join_path, nearest, quote
-from .._tree.structure import Structure, flatten, is_array, same_treedef, scan_tree
+from .._tree.paths import Glob, nearest, quote
+from .._tree.structure import Node, Structure, flatten, is_array, same_treedef, scan_tree
 from .._tree.text import AS_ARRAY, describe, first_few, function_name, in_short, quoted
 from .._tree.types import PyTree
 from .ties import Alias, followers
@@ -62,43 +62,28 @@ def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
 # -- Nodes and leaves --------------------------------------------------------------------------------------------------
 
 
-class _Span(NamedTuple):
-    """A node, or a leaf, given by the leaves in it."""
-
-    start: int
-    stop: int
-    entries: tuple[str, ...]
-    number: int | None  # of the node; none of a leaf
-
-    @property
-    def path(self) -> str:
-        return join_path(self.entries)
-
-
 class _Match(NamedTuple):
     """A single `where`, without its exclamation mark, and the outermost nodes and leaves that it matches."""
 
     where: object
-    spans: Sequence[_Span]
+    nodes: Sequence[Node]
 
 
-def _spans_of(structure: Structure) -> list[_Span]:
+def _nodes_and_leaves(structure: Structure) -> list[Node]:
     """Returns all nodes, in preorder, and then all leaves."""
-    nodes = [_Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
-    return nodes + [_Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
+    return [*structure.nodes, *(Node(object, entries, i, i + 1) for i, entries in enumerate(structure.entries))]
 
 
 def read(structure: Structure, where: object, *, may_only_take: bool = False) -> tuple[list[_Match], list[_Match]]:
     """Returns the matches that a `where` selects and those that it excludes, one for each single `where` in it."""
-    chosen: list[_Match] = []
-    away: list[_Match] = []
+    chosen, away = list[_Match](), list[_Match]()
     for each in _single(where):
         if isinstance(each, str) and each.startswith("!"):
             away.append(_Match(each[1:], _outermost(structure, each[1:])))
         elif isinstance(each, (str, re.Pattern, type, _Leaves)):
             chosen.append(_Match(each, _outermost(structure, each)))
         elif callable(each) and not any(map(is_array, jtu.tree_leaves(each))):
-            chosen += [_Match(each, spans) for spans in _returned(structure, each)]
+            chosen += [_Match(each, nodes) for nodes in _returned(structure, each)]
         else:
             raise TypeError(_no_where(structure, each))
     if not (chosen or may_only_take):
@@ -116,50 +101,50 @@ def _single(where: object) -> Iterator[object]:
         yield from _single(each)
 
 
-def _outermost(structure: Structure, where: str | re.Pattern[str] | type | _Leaves) -> list[_Span]:
+def _outermost(structure: Structure, where: str | re.Pattern[str] | type | _Leaves) -> list[Node]:
     """Returns the nodes and leaves that a `where` matches, without those below another one."""
     matches = _matcher(structure, where)
-    found, inside, below = list[_Span](), set[int](), range(0)
-    for span in _spans_of(structure):  # a node comes before all that is below it, of which some may hold no leaf
-        if span.start not in inside and span.number not in below and matches(span):
-            found.append(span)
-            inside.update(range(span.start, span.stop))
-            below = below if span.number is None else range(span.number, structure.nodes[span.number].last)
+    found, inside, below = list[Node](), set[int](), range(0)
+    for node in _nodes_and_leaves(structure):  # a node comes before all below it, of which some may hold no leaf
+        if node.start not in inside and node.number not in below and matches(node):
+            found.append(node)
+            inside.update(range(node.start, node.stop))
+            below = below if node.number < 0 else range(node.number, node.last)
     return found
 
 
-def _matcher(structure: Structure, where: str | re.Pattern[str] | type | _Leaves) -> Callable[[_Span], bool]:
+def _matcher(structure: Structure, where: str | re.Pattern[str] | type | _Leaves) -> Callable[[Node], bool]:
     """Returns the function that tells whether a `where` matches a node or leaf."""
     if isinstance(where, str):
         return _glob_matcher(structure, where)
     if isinstance(where, re.Pattern):
-        return lambda span: where.fullmatch(span.path) is not None
+        return lambda node: where.fullmatch(node.path) is not None
     if isinstance(where, type):
-        return lambda span: span.number is not None and issubclass(structure.nodes[span.number].cls, where)
+        return lambda node: node.number >= 0 and issubclass(node.cls, where)
 
-    def holds(span: _Span) -> bool:
-        if span.number is not None or not structure.is_parameter(span.start):
+    def holds(leaf: Node) -> bool:
+        if leaf.number >= 0 or not structure.is_parameter(leaf.start):
             return False
         try:
-            answer: object = where.predicate(span.path, jax.ShapeDtypeStruct(*structure.spec(span.start)[:2]))
+            answer: object = where.predicate(leaf.path, jax.ShapeDtypeStruct(*structure.spec(leaf.start)[:2]))
         except Exception as error:
             called = f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct"
-            raise TypeError(f"{called}; at {span.path!r} it failed with {in_short(error)}") from error
+            raise TypeError(f"{called}; at {leaf.path!r} it failed with {in_short(error)}") from error
         if not isinstance(answer, (bool, np.bool_)):
-            raise TypeError(f"the predicate of tp.leaves must return a bool, got {describe(answer)} at {span.path!r}")
+            raise TypeError(f"the predicate of tp.leaves must return a bool, got {describe(answer)} at {leaf.path!r}")
         return bool(answer)
 
     return holds
 
 
-def _glob_matcher(structure: Structure, text: str) -> Callable[[_Span], bool]:
+def _glob_matcher(structure: Structure, text: str) -> Callable[[Node], bool]:
     glob = Glob(text)
     if any(entry.startswith(("['", '["')) for entry in glob.entries):
         style = f"{text!r} is in the style of jax.tree_util.keystr"
         raise ValueError(f"{style}; write entries with dots, 'layers.0.weight'")
     # It may match a node above, too: the name of a value of a state has several entries, and a glob may end within it.
     if not re.search(r"(^|\.)-\d", text):
-        return lambda span: glob.selects(span.entries)
+        return lambda node: glob.selects(node.entries)
     # How many items each list and tuple has, `None` among them, for positions from its end: -1 is the last.
     counts = [count for kind, count, _ in structure.statics if kind is not type(None)]
     nodes = zip(structure.nodes, counts, strict=True)
@@ -170,10 +155,10 @@ def _glob_matcher(structure: Structure, text: str) -> Callable[[_Span], bool]:
             size = sizes.get(entries[:n])
             yield (entry,) if size is None else (entry, str(int(entry) - size))
 
-    return lambda span: any(map(glob.selects, itertools.product(*ways(span.entries))))
+    return lambda node: any(map(glob.selects, itertools.product(*ways(node.entries))))
 
 
-def _returned(structure: Structure, where: Callable[[Any], Any]) -> list[list[_Span]]:
+def _returned(structure: Structure, where: Callable[[Any], Any]) -> list[list[Node]]:
     """Returns the nodes that a callable returns; of a list or tuple of nodes those in each item."""
     # Called with a tree that has an object of its own at each leaf, so that its nodes can be found again: the model's
     # own leaves may be one object at several paths.
@@ -181,10 +166,10 @@ def _returned(structure: Structure, where: Callable[[Any], Any]) -> list[list[_S
     tree: PyTree = jtu.tree_unflatten(structure.treedef, objects)
     every: list[Any] = []
     jtu.tree_leaves(tree, is_leaf=lambda each: every.append(each) is not None)  # asks of all, in preorder
-    leaves_too = _spans_of(structure)
-    number = {id(each): span for each, span in zip(objects, leaves_too[len(structure.nodes) :], strict=True)}
-    inner = [each for each in every if each is not None and id(each) not in number]
-    number |= {id(each): span for each, span in zip(inner, leaves_too, strict=False) if span.stop > span.start}
+    leaves_too = _nodes_and_leaves(structure)
+    known = {id(each): leaf for each, leaf in zip(objects, leaves_too[len(structure.nodes) :], strict=True)}
+    inner = [each for each in every if each is not None and id(each) not in known]
+    known |= {id(each): node for each, node in zip(inner, structure.nodes, strict=False) if node.stop > node.start}
     expected = f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at"
     to_ask = "To test each leaf, write tp.leaves(lambda path, leaf: ...)"
     try:
@@ -195,17 +180,17 @@ def _returned(structure: Structure, where: Callable[[Any], Any]) -> list[list[_S
         is_of_model = isinstance(error, LookupError) or not hasattr(np.ndarray, getattr(error, "name", None) or "ndim")
         raise ValueError(f"{expected} {reason}{'' if is_of_model else f'. {to_ask}'}") from error
 
-    def spans(node: PyTree) -> list[_Span]:
-        nodes = jtu.tree_leaves(node, is_leaf=lambda each: id(each) in number)
+    def named(node: PyTree) -> list[Node]:
+        nodes = jtu.tree_leaves(node, is_leaf=lambda each: id(each) in known)
         for each in nodes:
-            if id(each) not in number:
+            if id(each) not in known:
                 raise ValueError(f"{expected}; got {describe(each)}. {to_ask}")
-        return [number[id(each)] for each in nodes]
+        return [known[id(each)] for each in nodes]
 
     several = found if type(found) in (list, tuple) and found else [found]  # as in eqx.tree_at
-    items = list(map(spans, several))
+    items = list(map(named, several))
     # A list that the model holds is named as a whole.
-    return [list(itertools.chain(*items))] if id(found) in number else items
+    return [list(itertools.chain(*items))] if id(found) in known else items
 
 
 def _no_where(structure: Structure, value: object) -> str:
@@ -217,7 +202,7 @@ def _no_where(structure: Structure, value: object) -> str:
         # A part of a model in place of its name. The model's arrays are not at hand here, so it is told by its shapes.
         shapes = [(leaf.shape, leaf.dtype) if is_array(leaf) else None for leaf in leaves]
         known, treedefs = [spec and spec[:2] for spec in structure.specs], structure.subtreedefs
-        alike = [span for span in _spans_of(structure) if known[span.start : span.stop] == shapes]
+        alike = [node for node in _nodes_and_leaves(structure) if known[node.start : node.stop] == shapes]
         alike = [repr(each.path or "**") for each in alike if same_treedef(treedefs[each.number], treedef)]
         none = "the model has none like it; write a path. Pass the model to the result: tp.grad(loss)(model, x)"
         remedy = f"write its path, {' or '.join(alike[:3])}" if alike else none
@@ -282,7 +267,7 @@ def _found_in(
     structure: Structure, match: _Match, among: Collection[int], may_be_empty: bool = False, frozen: Any = None
 ) -> frozenset[int]:
     """Returns the leaves that a single `where` selects; an error if there are none, or none but frozen ones."""
-    selected = frozenset(leaf for span in match.spans for leaf in range(span.start, span.stop))
+    selected = frozenset(leaf for node in match.nodes for leaf in range(node.start, node.stop))
     found, name = selected.intersection(among), name_of(match.where)
     if not (found or may_be_empty):
         if not selected:
@@ -331,7 +316,7 @@ def _hint(structure: Structure, where: object) -> str:
 # -- Nodes that are alike, such as the layers of a net -----------------------------------------------------------------
 
 
-def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]:
+def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[Node]:
     """Returns the outermost nodes, or leaves, that a `where` matches, in tree order; an error if they are not alike.
 
     Alike nodes whose paths differ in numbers alone are in the order of these, `Block_2` before `Block_10`. JAX sorts
@@ -340,7 +325,7 @@ def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]
     The result is remembered, except for functions, which may find others at the next call.
     """
 
-    def find() -> list[_Span]:
+    def find() -> list[Node]:
         found = _outermost_nodes(structure, where)
         return _as_alike(structure, where, found) if are_alike else found
 
@@ -348,50 +333,50 @@ def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[_Span]
     return structure.remember(("nodes", where, are_alike), find) if is_sure else find()
 
 
-def _outermost_nodes(structure: Structure, where: Where) -> list[_Span]:
+def _outermost_nodes(structure: Structure, where: Where) -> list[Node]:
     chosen, away = read(structure, where)
     every = range(len(structure.specs))
     for match in chosen:
         _found_in(structure, match, every)
     taken = frozenset[int]().union(*[_found_in(structure, match, every) for match in away])
     # From the largest to the smallest, so that a node is met before all that is below it: the outermost is found.
-    found, covered = list[_Span](), set[int]()
-    for span in sorted({span for match in chosen for span in match.spans}, key=lambda span: span.start - span.stop):
-        leaves = range(span.start, span.stop)
+    found, covered = list[Node](), set[int]()
+    matched = {(node.number, node.start): node for match in chosen for node in match.nodes}
+    for node in sorted(matched.values(), key=lambda node: (node.start - node.stop, len(node.entries))):
+        leaves = range(node.start, node.stop)
         if taken.isdisjoint(leaves):
             if covered.isdisjoint(leaves):
-                found.append(span)
+                found.append(node)
                 covered.update(leaves)
         elif not taken.issuperset(leaves):
-            raise ValueError(f"{name_of(where)} excludes a part of {span.path!r}; name the nodes that you mean")
+            raise ValueError(f"{name_of(where)} excludes a part of {node.path!r}; name the nodes that you mean")
     if not found:
         raise ValueError(f"{name_of(where)} selects nothing: everything is excluded")
-    return sorted(found, key=lambda span: (span.start, span.stop))
+    return sorted(found, key=lambda node: (node.start, node.stop))
 
 
-def _as_alike(structure: Structure, where: object, spans: list[_Span]) -> list[_Span]:
+def _as_alike(structure: Structure, where: object, nodes: list[Node]) -> list[Node]:
     """Returns the nodes, if they have one structure, with leaves of the same shapes and dtypes."""
-    first = spans[0]
-    cls = None if first.number is None else structure.nodes[first.number].cls
+    first, cls = nodes[0], nodes[0].cls
     # A glob that matches one dictionary may mean the layers of a net with a single layer; for a list that is unlikely.
     is_layer = cls is dict and isinstance(where, str) and re.search(r"[*?\[][^.]*$", where) and where[-2:] != "**"
-    if len(spans) == 1 and cls in (list, tuple, dict) and not is_layer:
+    if len(nodes) == 1 and cls in (list, tuple, dict) and not is_layer:
         inner = f"{first.path}.*".lstrip(".")
         raise ValueError(f"{first.path!r} is one node, a {cls.__name__}; for the nodes in it write {inner!r}")
-    one, *others = (_structure_below(structure, span) for span in spans)
-    for span, other in zip(spans[1:], others, strict=True):
+    one, *others = (_structure_below(structure, node) for node in nodes)
+    for node, other in zip(nodes[1:], others, strict=True):
         if other != one:
             row = next(iter(compare(one, other)))
-            why = row.in_words(f"in {first.path!r}", f"in {span.path!r}", "the node")
-            raise ValueError(f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {why}")
-    if len({re.sub("[0-9]+", "0", span.path) for span in spans}) > 1:
-        return spans
-    return sorted(spans, key=lambda span: [*map(int, re.findall("[0-9]+", span.path))])
+            why = row.in_words(f"in {first.path!r}", f"in {node.path!r}", "the node")
+            raise ValueError(f"{first.path!r} and {node.path!r} cannot be one node with an axis over both: {why}")
+    if len({re.sub("[0-9]+", "0", node.path) for node in nodes}) > 1:
+        return nodes
+    return sorted(nodes, key=lambda node: [*map(int, re.findall("[0-9]+", node.path))])
 
 
-def _structure_below(structure: Structure, span: _Span) -> Structure:
+def _structure_below(structure: Structure, node: Node) -> Structure:
     """Returns the structure of a node, as if it were a model; it says nothing of leaves that are not arrays."""
-    specs, treedef = structure.specs[span.start : span.stop], structure.subtreedefs[span.number]
+    specs, treedef = structure.specs[node.start : node.stop], structure.subtreedefs[node.number]
     leaves = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else 0 for spec in specs]
     return scan_tree(jtu.tree_unflatten(treedef, leaves), leaves, treedef)
 

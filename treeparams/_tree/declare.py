@@ -36,7 +36,6 @@ _BY_NAME = {
     "equinox.State": ("**",),  # ... to here
     "paramax.NonTrainable": ("tree",),
 }
-_OF_BUFFERS = ("equinox.StateIndex", "equinox.State")  # those among them whose arrays a model changes by itself
 
 
 class _Registry:
@@ -109,8 +108,7 @@ else:
         if kwargs.get("static") and (trainable or tied_to is not None):
             name = "tied_to=" if tied_to is not None else "trainable=True"
             raise ValueError(f"a static field is not part of the tree: drop `static=True` or `{name}`")
-        if said:
-            kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
+        kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
         return eqx.field(**kwargs)
 
     # What equinox and dataclasses take is said too, for help and for the answer to an argument that there is not.
@@ -192,7 +190,7 @@ def declared(cls: type, version: int) -> Declared:
         if base in registry.classes:
             frozen += registry.classes[base].frozen
             ties |= registry.classes[base].ties
-    holds_buffers = is_variable or any(_qualified(base) in _OF_BUFFERS for base in cls.__mro__)
+    holds_buffers = is_variable or issubclass(cls, (eqx.nn.StateIndex, eqx.nn.State))
     return Declared(fields, tuple(frozen), ties, holds_buffers)
 
 

@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
+import numpy as np
 
 from .declare import is_box
 from .paths import join_path, quote, sibling_entries
 from .static_keys import contents, static_key
 from .structure import Spec, Structure, take
-from .text import Printed, Table, both_in_text, describe, first_few, first_lines, in_text
+from .text import Printed, Table, describe, first_few, first_lines, function_name
 from .types import PyTree
 
 _WORDS = {"class": "is a", "static": "has other static values:", "value": "has other values:", "tie": "is tied to"}
 _AGAIN = {"class": "a ", "tie": "to "}  # before the second
 _NOTHING = "nothing"  # is shown for the tree that has nothing at the path
+_LONGEST = 40  # characters of a value
 _Names = Sequence[tuple[str, ...]] | None
 _IsShared = Callable[[str], bool]
 _Ties = Sequence[tuple[str, str, Any]]
@@ -52,6 +54,27 @@ class Difference(NamedTuple):
         return f"{where} {_WORDS.get(self.what, 'is')} {self.first} {one}, {again}{self.second} {other}"
 
     @staticmethod
+    def in_text(value: object) -> str:
+        """Returns a value and its type, shortened; for an array its dtype and shape, for a function or class its name.
+
+        >>> Difference.in_text(2.0), Difference.in_text(len), Difference.in_text(dict)
+        ('2.0 (float)', 'len (builtin_function_or_method)', 'dict')
+        """
+        return _shortened(_in_full(value))
+
+    @staticmethod
+    def of_values(path: str, what: str, here: object, there: object) -> "Difference":
+        """Returns the row for two values that differ, in texts that differ: those of long ones start where they do."""
+        one, other = _in_full(here), _in_full(there)
+        if one == other and hasattr(here, "__qualname__"):
+            one, other = (f"{getattr(each, '__module__', '')}.{one}" for each in (here, there))
+        if one == other:
+            return Difference(path, what, _shortened(one), _shortened(f"another {other}"))
+        start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - _LONGEST // 4
+        start = max(start, 0) if max(len(one), len(other)) > _LONGEST else 0
+        return Difference(path, what, _shortened(one, start), _shortened(other, start))
+
+    @staticmethod
     def of_one(path: str, text: str, side: int) -> "Difference":
         """Returns the row for what only one tree has, the first or (if `side` is 1) the second."""
         return Difference(path, "structure", *((_NOTHING, text) if side else (text, _NOTHING)))
@@ -75,6 +98,25 @@ class Difference(NamedTuple):
             one, other = ours.get(path, {}), theirs.get(path, {})
             if one != other:
                 yield Difference(path, "tie", _with_notes(one), _with_notes(other))
+
+
+def _in_full(value: object) -> str:
+    # Arrays of texts, objects or times are no arrays to JAX. Two of them differ in their elements, so these are shown.
+    is_array = hasattr(value, "shape") and not isinstance(value, np.generic)
+    if is_array and getattr(getattr(value, "dtype", None), "kind", "V") not in "OSUMm":
+        return describe(value)
+    name, kind = getattr(value, "__qualname__", None), type(value)
+    name = function_name(value) if isinstance(name, str) and name.endswith("<lambda>") else name
+    if isinstance(value, type) or (name is None and kind.__repr__ is object.__repr__):
+        return name or f"a {kind.__qualname__}"
+    text = name or (str(value) if isinstance(value, np.generic) else repr(value))
+    return f"{text} ({kind.__name__})"
+
+
+def _shortened(text: str, start: int = 0) -> str:
+    """Returns a text from a position on, shortened to fit into a table."""
+    text = f"...{text[start:]}" if start else text
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _with_notes(others: Mapping[str, Any]) -> str:
@@ -184,12 +226,10 @@ def compare(
             yield from pair.at_leaves(i, i)
         return
     numbers = [jtu.tree_unflatten(each.treedef, range(each.treedef.num_leaves)) for each in (these, those)]
-    seen = set[str]()
-    for row in pair.visit((), *numbers):
-        seen.add(row.what)
-        yield row
+    rows = list(pair.visit((), *numbers))
+    yield from rows
     ours, theirs = ([key for key in each.statics if isinstance(key[0], type)] for each in (these, those))
-    if seen.isdisjoint(("structure", "class", "static")) and ours != theirs:
+    if ours != theirs and {"structure", "class", "static"}.isdisjoint(row.what for row in rows):
         # The keys of static values are taken when a structure is met. What was read here are lists as they are now.
         yield Difference("", "static", "a static value", "the same, changed in place since")
 
@@ -215,7 +255,7 @@ class _Pair:
             return
         ours, theirs = (self.children(side, entries, taken) for side, taken in enumerate((left, right)))
         if kind is not type(there):
-            yield Difference(join_path(entries), "class", *both_in_text(kind, type(there)))
+            yield Difference.of_values(join_path(entries), "class", kind, type(there))
         # The static value of a dictionary, and of a state of Equinox, is its keys.
         elif not (isinstance(here, (dict, eqx.nn.State)) and ours.keys() != theirs.keys()):
             names = []
@@ -245,7 +285,7 @@ class _Pair:
         if take(tree) is None:
             spec = self.structures[side].specs[tree]
             if spec is None and self.leaves is not None:
-                return in_text(self.leaves[side][tree])
+                return Difference.in_text(self.leaves[side][tree])
             return describe(spec) if spec else "no array"
         count = jtu.tree_structure(tree).num_leaves
         return f"{type(tree).__qualname__} of {count:,} lea{'f' if count == 1 else 'ves'}"
@@ -275,7 +315,7 @@ class _Pair:
             if [key for key, _, _ in ours] == [key for key, _, _ in theirs]:
                 for (_, entry, one), (_, _, other) in zip(ours, theirs, strict=True):
                     rows += self.static_rows((*entries, *entry), one, other, None, depth - 1)
-        yield from rows or [Difference(join_path(entries), "static", *both_in_text(here, there))]
+        yield from rows or [Difference.of_values(join_path(entries), "static", here, there)]
 
 
 def _items(value: Any, names: _Names) -> list[tuple[Any, tuple[str, ...], Any]]:

@@ -38,15 +38,51 @@ contents: dict[type, Callable[[Any], Sequence[Any]]] = {}
 these values. Objects that are equal have equal static values, and no program could tell them apart by anything else."""
 
 
-def static_key(value: object, *, strict: bool = False, bare: list[object] | None = None) -> Hashable:
+def static_key(
+    value: Any, *, strict: bool = False, bare: list[object] | None = None, above: frozenset[int] = frozenset()
+) -> Hashable:
     """Returns a hashable key that is equal for values that are equal in type and content.
 
     Containers, dataclasses and other objects are compared by content, arrays by identity. Bare `object()`s, which have
     no content, are identified by the order in which they appear in the value, so that a key equals itself after
     pickling; with `strict` they are compared by identity. To number those of several values together, pass the list
-    `bare`, which collects them.
+    `bare`, which collects them. `above` is for values within values: the identities of those that are looked into.
     """
-    return _Keys(strict, [] if bare is None else bare).key(value)
+    kind, bare = type(value), [] if bare is None else bare
+    if kind in _SIMPLE:
+        return kind, value
+    if kind in (float, complex):
+        return kind, repr(value)  # tells 0.0 from -0.0, and NaN is equal to NaN
+    if isinstance(value, np.generic):
+        return kind, value.dtype, value.tobytes()
+    if isinstance(value, (jax.Array, np.ndarray)):
+        can_change = isinstance(value, np.ndarray) and value.flags.writeable
+        return _Identity(value, value.tobytes() if can_change else None)
+    if isinstance(value, _ATOMS) or _is_of_jax(kind) or (kind in contents and is_settled(value)):
+        return kind, value
+    if kind is object:
+        if strict:
+            return kind, value
+        if not any(each is value for each in bare):
+            bare.append(value)
+        return kind, next(i for i, each in enumerate(bare) if each is value)
+    # A value that contains itself would be walked forever. Where it comes round again its type stands for it.
+    if id(value) in above:
+        return kind, "contains itself"
+    key = functools.partial(static_key, strict=strict, bare=bare, above=above | {id(value)})
+    parts = _parts(value)
+    if parts is not None:
+        return kind, (frozenset if isinstance(value, Set) else tuple)(map(key, parts))
+    # Anything else: by its own `==`, where that promises not to change, and by its attributes, which do.
+    try:
+        state = object.__getstate__(value)
+    except TypeError:  # of a type written in C
+        state = None
+    try:
+        hash(value)
+    except TypeError:
+        return kind, key(state) if state is not None else _Identity(value, copy.deepcopy(value))
+    return kind, (value, key(state))
 
 
 def identical(these: Sequence[Any], those: Sequence[Any]) -> bool:
@@ -111,57 +147,6 @@ def _parts(value: Any) -> Sequence[Any] | None:
         return [value.func, value.args, value.keywords]
     node = jtu.default_registry.flatten_one_level(value)
     return None if node is None else [node[1], *node[0]]
-
-
-class _Keys:
-    """Keys of the values within one value, which may contain itself and may hold one object several times."""
-
-    def __init__(self, strict: bool, bare: list[object]) -> None:
-        self.strict, self.bare = strict, bare
-        self.above: set[int] = set()  # the objects that are being looked into
-
-    def key(self, value: Any) -> Hashable:
-        kind = type(value)
-        if kind in _SIMPLE:
-            return kind, value
-        if kind in (float, complex):
-            return kind, repr(value)  # tells 0.0 from -0.0, and NaN is equal to NaN
-        if isinstance(value, np.generic):
-            return kind, value.dtype, value.tobytes()
-        if isinstance(value, (jax.Array, np.ndarray)):
-            can_change = isinstance(value, np.ndarray) and value.flags.writeable
-            return _Identity(value, value.tobytes() if can_change else None)
-        if isinstance(value, _ATOMS) or _is_of_jax(kind) or (kind in contents and is_settled(value)):
-            return kind, value
-        if kind is object:
-            if self.strict:
-                return kind, value
-            if not any(each is value for each in self.bare):
-                self.bare.append(value)
-            return kind, next(i for i, each in enumerate(self.bare) if each is value)
-        # A value that contains itself would be walked forever. Where it comes round again its type stands for it.
-        if id(value) in self.above:
-            return kind, "contains itself"
-        self.above.add(id(value))
-        try:
-            return kind, self.content(value)
-        finally:
-            self.above.discard(id(value))
-
-    def content(self, value: Any) -> Hashable:
-        parts = _parts(value)
-        if parts is not None:
-            return (frozenset if isinstance(value, Set) else tuple)(map(self.key, parts))
-        # Anything else: by its own `==`, where that promises not to change, and by its attributes, which do.
-        try:
-            state = object.__getstate__(value)
-        except TypeError:  # of a type written in C
-            state = None
-        try:
-            hash(value)
-        except TypeError:
-            return self.key(state) if state is not None else _Identity(value, copy.deepcopy(value))
-        return value, self.key(state)
 
 
 class _Identity:

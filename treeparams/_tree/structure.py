@@ -123,14 +123,15 @@ class Spec(NamedTuple):
 
 
 class Node(NamedTuple):
-    """An inner node, which may have no leaves; but not `None`."""
+    """An inner node, which may have no leaves, but not `None`; or a leaf, of the class `object`."""
 
     cls: type
     entries: Entries
     start: int  # its first leaf
     stop: int
-    static: Any  # as it is in the treedef
-    last: int  # the node after the last one below it, in preorder
+    number: int = -1  # in preorder; -1 of a leaf
+    last: int = 0  # the node after the last one below it, in preorder
+    static: Any = None  # as it is in the treedef
 
     @property
     def path(self) -> str:
@@ -171,10 +172,10 @@ class Structure:
         return tuple([i for i, spec in enumerate(self.specs) if spec is not None and spec.parameter])
 
     @functools.cached_property
-    def subtreedefs(self) -> dict[int | None, TreeDef]:
-        """The treedef of each node, and of a leaf."""
+    def subtreedefs(self) -> dict[int, TreeDef]:
+        """The treedef of each node by its number, and of a leaf."""
         # In preorder, as nodes are numbered: the children are put on the stack last first.
-        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
+        found: dict[int, TreeDef] = {-1: jtu.tree_structure(0)}
         waiting = [self.treedef]
         while waiting:
             each = waiting.pop()
@@ -229,7 +230,8 @@ class Structure:
     def __reduce__(self) -> Any:
         # A treedef that holds static values does not pickle. A tree of that structure does.
         skeleton = jtu.tree_unflatten(self.treedef, range(self.treedef.num_leaves))
-        return _from_skeleton, (skeleton, self.specs, self.values, self.first, self.settled, self.refs)
+        names = "specs", "values", "first", "settled", "refs"
+        return _from_skeleton, (skeleton, {name: getattr(self, name) for name in names})
 
     def has_statics_of(self, other: "Structure") -> bool:
         """Returns whether another structure has the same nodes, with the same static values.
@@ -339,7 +341,7 @@ def _read_nodes(tree: PyTree) -> dict[str, Any]:
             if not opened:
                 return _named(nodes, entries, unkeyed) | {"statics": tuple(statics), "bare": tuple(bare)}
             number, kind, path, start, data, children, above = opened.pop()
-            nodes[number] = Node(kind, path, start, len(entries), data, len(nodes))
+            nodes[number] = Node(kind, path, start, len(entries), number, len(nodes), data)
 
 
 _States = Mapping[Entries, Sequence[Entries]]
@@ -398,9 +400,8 @@ def take(node: PyTree) -> tuple[Sequence[Any], Sequence[Any], Any] | None:
     return keys, [child for _, child in pairs], taken[1]
 
 
-def _from_skeleton(skeleton: PyTree, specs: Any, values: Any, first: Any, settled: bool, refs: Any) -> Structure:
-    arrays = {"specs": specs, "values": values, "first": first, "settled": settled, "refs": refs}
-    return Structure(treedef=jtu.tree_structure(skeleton), is_unpickled=True, **arrays, **_read_nodes(skeleton))
+def _from_skeleton(skeleton: PyTree, leaves: dict[str, Any]) -> Structure:
+    return Structure(treedef=jtu.tree_structure(skeleton), is_unpickled=True, **leaves, **_read_nodes(skeleton))
 
 
 def _spec(leaf: Any) -> Spec | None:
@@ -541,7 +542,12 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
     static *objects* of the same type and value.
     """
     leaves, treedef = flatten(tree)
-    kinds, statics, hashed = list(map(type, leaves)), static_values(treedef), hash(treedef)
+    statics: list[Any] = []
+    kinds, hashed, extend, append = list(map(type, leaves)), hash(treedef), statics.extend, statics.append
+    nothing = itertools.repeat(None, treedef.num_leaves)
+    # JAX walks over the nodes and calls back for each; the leaves are given as `None`, and `bool` of them is for free.
+    # Static values that are tuples and lists are made anew at each flattening, around values that are not.
+    treedef.walk(lambda _, data: extend(data) if type(data) in (tuple, list) else append(data), bool, nothing)
     # A structure depends on the declarations too, and on whether JAX has 64 bits.
     context = registry.version, jax.dtypes.canonicalize_dtype(np.float64)
     bucket = _known.get(hashed, [])
@@ -575,14 +581,3 @@ def _let_go(phase: str, info: dict[str, int]) -> None:
             found = [known for each in bucket if (known := each()) is not None]
             if found:
                 _known.setdefault(hashed, found)
-
-
-def static_values(treedef: TreeDef) -> list[Any]:
-    """Returns the static values of all nodes."""
-    values: list[Any] = []
-    # JAX walks over the nodes and calls back for each; the leaves are given as `None`, and `bool` of them is for free.
-    extend, append = values.extend, values.append
-    leaves = itertools.repeat(None, treedef.num_leaves)
-    # Tuples and lists are made anew at each flattening, around values that are not.
-    treedef.walk(lambda _, data: extend(data) if type(data) in (tuple, list) else append(data), bool, leaves)
-    return values

@@ -9,16 +9,14 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import jaxtyping
-import numpy as np
 
 from .paths import nearest
 
 _ROWS = 40
 _NAMES = 6
-_LONGEST = 40  # characters of a value in a table
 
 
 def describe(value: object) -> str:
@@ -32,28 +30,6 @@ def describe(value: object) -> str:
     if shape is not None and dtype is not None:
         return f"{dtype}[{','.join(map(str, shape))}]"
     return type(value).__name__
-
-
-def in_text(value: object) -> str:
-    """Returns a value and its type, shortened; for an array its dtype and shape, for a function or class its name.
-
-    >>> in_text(2.0), in_text(len), in_text(dict)
-    ('2.0 (float)', 'len (builtin_function_or_method)', 'dict')
-    """
-    return _shortened(_in_full(value))
-
-
-def _in_full(value: object) -> str:
-    # Arrays of texts, objects or times are no arrays to JAX. Two of them differ in their elements, so these are shown.
-    is_array = hasattr(value, "shape") and not isinstance(value, np.generic)
-    if is_array and getattr(getattr(value, "dtype", None), "kind", "V") not in "OSUMm":
-        return describe(value)
-    name, kind = getattr(value, "__qualname__", None), type(value)
-    name = function_name(value) if isinstance(name, str) and name.endswith("<lambda>") else name
-    if isinstance(value, type) or (name is None and kind.__repr__ is object.__repr__):
-        return name or f"a {kind.__qualname__}"
-    text = name or (str(value) if isinstance(value, np.generic) else repr(value))
-    return f"{text} ({kind.__name__})"
 
 
 def function_name(function: object, *, with_line: bool = True) -> str:
@@ -76,24 +52,6 @@ def function_name(function: object, *, with_line: bool = True) -> str:
     if name.endswith("<lambda>") and code is not None:
         return f"lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
     return name.rpartition("<locals>.")[2]
-
-
-def both_in_text(here: object, there: object) -> tuple[str, str]:
-    """Describes two values that differ by texts that differ; long ones start near the first difference."""
-    one, other = _in_full(here), _in_full(there)
-    if one == other and hasattr(here, "__qualname__"):
-        one, other = (f"{getattr(each, '__module__', '')}.{one}" for each in (here, there))
-    if one == other:
-        return _shortened(one), _shortened(f"another {other}")
-    start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - _LONGEST // 4
-    start = max(start, 0) if max(len(one), len(other)) > _LONGEST else 0
-    return _shortened(one, start), _shortened(other, start)
-
-
-def _shortened(text: str, start: int = 0) -> str:
-    """Returns a text from a position on, shortened to fit into a table."""
-    text = f"...{text[start:]}" if start else text
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _in_one_line(cell: str) -> str:
@@ -133,15 +91,12 @@ def quoted(paths: Sequence[str], count: int = 3) -> str:
     return ", ".join(map(repr, paths[:count])) + more
 
 
-def count_of(name: str, value: object, what: str, least: int = 1) -> int:
+def count_of(name: str, value: Any, what: str, least: int = 1) -> int:
     """Returns an argument that counts something as a Python int; raises a `ValueError` if it is not a count."""
-    number = least - 1
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        with contextlib.suppress(TypeError):  # of arrays, which have `__index__` but may not be whole numbers
-            number = operator.index(value)
-    if number < least:
-        raise ValueError(f"{name} must be a whole number of {what}, at least {least}, got {value!r}")
-    return number
+    with contextlib.suppress(TypeError):  # also of arrays, which have `__index__` but may not be whole numbers
+        if not isinstance(value, bool) and operator.index(value) >= least:
+            return operator.index(value)
+    raise ValueError(f"{name} must be a whole number of {what}, at least {least}, got {value!r}")
 
 
 def imported(module: str, extra: str, by: str) -> Any:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from .._forms.form import Form
 from .._forms.mesh import lay, replicated, vary, varying
 from .._slots.layout import Layout, Trainable, index_of
-from .._slots.parts import Parts, Rest, put_together, take_apart
+from .._slots.parts import Parts, Rest, take_apart
 from .._tree.structure import is_array
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree, is_complex
@@ -144,7 +144,7 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
 
 
 def _restructured(rest: Rest[Any], vector: jax.Array | np.ndarray) -> Any:
-    return put_together(rest, from_reals(_from_vector(rest.layout, vector)))
+    return rest.model(from_reals(_from_vector(rest.layout, vector)))
 
 
 # -- A function at many values, all or some at a time; linear functions along each direction ---------------------------

@@ -22,7 +22,7 @@ from .._forms.form import Form
 from .._forms.states import Division, Entries
 from .._slots.accidents import warn_of_parted_ties
 from .._slots.layout import Layout, Trainable, index_of, trained_at
-from .._slots.parts import Parts, kept_arrays, take_apart
+from .._slots.parts import Parts, take_apart
 from .._tree.structure import flatten, is_array
 from .._tree.text import describe, first_few, warn
 from .._tree.types import PyTree, common_dtype, is_complex
@@ -222,7 +222,7 @@ class Rule:
         begun = self.fresh(parts)
         check_names(begun.state, parts.index)
         state = counting(state_of(parts.layout, (begun,), (), ()))
-        return in_own_buffers(state, [*parts.slots, *kept_arrays(parts.rest).values()])
+        return in_own_buffers(state, [*parts.slots, *parts.rest.arrays])
 
     def check(self, layout: Layout) -> None:
         """Checks that the inner rule is right over the form of these parameters."""

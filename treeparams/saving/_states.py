@@ -31,7 +31,6 @@ from .._files.names import Names, head_of, is_below, name_of, split_name
 from .._files.values import Recorded, histories_in, specs_in
 from .._forms.states import Copies, Division, Entries, Owners, Piece, Place, entries_of
 from .._slots.layout import index_of, trained_at
-from .._slots.parts import kept_arrays, with_kept_arrays
 from .._tree.paths import join_path, unquote
 from .._tree.text import describe, first_few
 from .._tree.types import Array, in_dtype, is_inexact
@@ -387,7 +386,8 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
         expected = 'expected a tp.Ema, or the names of one, such as saving.names(path, "average")'
         raise ValueError(f"{expected}; got names such as {first_few(list(source)[:3])}")
     shadows, treedef = jtu.tree_flatten(like.shadow)
-    trained, kept = dict(zip(like.rest.layout.paths, shadows, strict=True)), kept_arrays(like.rest)
+    trained = dict(zip(like.rest.layout.paths, shadows, strict=True))
+    kept = dict(zip(like.rest.paths, like.rest.arrays, strict=True))
     movers.check_like([*trained.items(), *kept.items()], "tp.Ema(model, ...)")
 
     # The trained parameters are a canonical tree, and all other arrays are in `rest`, by path. Which of the two a name
@@ -405,6 +405,6 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
         return placed(path, in_dtype(movers.average(path, given.__getitem__), like.dtype), like)
 
     shadow, others = ([moved(*each) for each in its.items()] for its in (trained, kept))
-    rest = with_kept_arrays(like.rest, others)
+    rest = like.rest.replaced(others)
     made = jtu.tree_unflatten(treedef, shadow), rest, *(jnp.asarray(source[name]) for name in ("count", "weight"))
     return in_own_buffers(eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), like, made))

@@ -24,7 +24,7 @@ from .._forms.form import Form
 from .._forms.mesh import lay
 from .._forms.restructure import Restructure, halves_of
 from .._slots.layout import index_of
-from .._slots.parts import Rest, kept_arrays, put_together
+from .._slots.parts import Rest
 from .._slots.where import name_of
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree, common_dtype, widened
@@ -67,13 +67,13 @@ class _Compute:
         """Casts the arrays of the rest of a model."""
         if isinstance(rest, Restructure):
             single, _, held, stacks = halves_of(rest)
-            dtypes = [self.of_path.get(path) for path in kept_arrays(single)]
+            dtypes = [self.of_path.get(path) for path in single.paths]
             held = _form_in(held, dtypes)
             alone = [dtype for i, dtype in enumerate(dtypes) if i not in held.locations]
             rest = Restructure(single, self.form, held, stacks)
             dtypes = [*alone, *(block.dtype for block in held.blocks)]
         else:
-            dtypes = [self.of_path.get(path) for path in kept_arrays(rest)]
+            dtypes = [self.of_path.get(path) for path in rest.paths]
         leaves, treedef = jtu.tree_flatten(rest)
         pairs = zip(leaves, dtypes, strict=True)
         return treedef.unflatten([leaf if dtype is None else leaf.astype(dtype) for leaf, dtype in pairs])
@@ -307,7 +307,7 @@ class Loss:
             rest = Restructure(single, form, held, stacks, self._gathered)
         if self.takes_form:
             return self.placement.tree(leaves), rest
-        return (put_together(rest, self.compute.form.cut_leaves(leaves)),)
+        return (rest.model(self.compute.form.cut_leaves(leaves)),)
 
     def _gathered(self, tree: PyTree) -> PyTree:
         """Makes the arrays of a tree whole along the batch; along other axes they stay as rows of their shape rest."""

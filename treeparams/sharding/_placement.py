@@ -23,7 +23,7 @@ from .._forms.restructure import Restructure, halves_of, restructure_over
 from .._forms.states import Division
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
-from .._slots.parts import Rest, kept_arrays, with_kept_arrays
+from .._slots.parts import Rest
 from .._tree.text import Table, describe, first_lines, quoted
 from .._tree.types import PyTree
 from ._specs import Axes, FormName, Place, Rules, automatic, axes_named, first_divided, mesh_within, put_leaf, spec_of
@@ -117,21 +117,21 @@ class _Frozen:
 
     def groups_of(self, rest: Rest[Any]) -> list[Any]:
         """Returns the group of each array that is no slot; only arrays of one group may lie in one stack."""
-        return [self._groups.get(path, "whole") for path in kept_arrays(rest)]
+        return [self._groups.get(path, "whole") for path in rest.paths]
 
     def specs_of(self, rest: Rest[Any]) -> list[PartitionSpec]:
         """Returns the spec of each array that is no slot, outside stacks."""
-        return [self._specs.get(path, PartitionSpec()) for path in kept_arrays(rest)]
+        return [self._specs.get(path, PartitionSpec()) for path in rest.paths]
 
     def specs(self, rest: Rest[Any] | Restructure[Any]) -> Any:
         """Returns the specs of the arrays that the state of a step holds, as a tree like it."""
         if isinstance(rest, Rest):
-            return with_kept_arrays(rest, self.specs_of(rest))
+            return rest.replaced(self.specs_of(rest))
         singles, form, held, stacks = halves_of(rest)
         own = self.specs_of(singles)
         left = [None if i in held.locations else spec for i, spec in enumerate(own)]
         of_stacks = [PartitionSpec(None, *own[rows[0]]) for rows in held.members]
-        return Restructure(with_kept_arrays(singles, left), form, held, type(stacks)(of_stacks))
+        return Restructure(singles.replaced(left), form, held, type(stacks)(of_stacks))
 
 
 def _frozen_leaves(layout: Layout) -> list[int]:
@@ -379,12 +379,12 @@ class Placement:
         """Places the rest of a model on the mesh: frozen parameters by their rules or `specs`, other arrays whole."""
         specs = self.frozen.specs_of(rest) if specs is None else specs
         shardings = map(self.sharding, specs)
-        return with_kept_arrays(rest, list(map(put_leaf, kept_arrays(rest).values(), shardings)))
+        return rest.replaced(map(put_leaf, rest.arrays, shardings))
 
     def restructure(self, rest: Rest[Any]) -> Restructure[Any]:
         """Returns the `Restructure` over the mesh, from a `Rest` that lies anywhere or from its shapes."""
         make = functools.partial(restructure_over, form=self.form, groups=self.frozen.groups_of(rest))
-        is_of_shapes = any(isinstance(array, jax.ShapeDtypeStruct) for array in kept_arrays(rest).values())
+        is_of_shapes = any(isinstance(array, jax.ShapeDtypeStruct) for array in rest.arrays)
         # Arrays are laid over the devices one by one, and are stacked there: so none ever has all of them.
         made = jax.eval_shape(make, rest) if is_of_shapes else make(self.put_rest(rest))
         leaves, treedef = jtu.tree_flatten(made)

@@ -18,7 +18,7 @@ from .._forms.restructure import Restructure, released
 from .._forms.states import Division
 from .._slots.accidents import keep_apart
 from .._slots.layout import Layout, index_of
-from .._slots.parts import Rest, kept_arrays, put_together, take_apart
+from .._slots.parts import Rest, take_apart
 from .._tree.text import Printed, describe, in_short
 from .._tree.types import PyTree
 from ..optim._state import ModelTransformation, extended, nodes_of, settled, steady
@@ -231,7 +231,7 @@ class Plan(Printed):
         rest = self._rest if state is None else state.rest
         if isinstance(rest, Restructure):
             rest = released(rest)
-        if rest is None or any(isinstance(array, jax.ShapeDtypeStruct) for array in kept_arrays(rest).values()):
+        if rest is None or any(isinstance(array, jax.ShapeDtypeStruct) for array in rest.arrays):
             raise ValueError(
                 "the plan was made from shapes, so it has no frozen arrays and no functions; pass the state of the "
                 "step, which has them: plan.model(params, state)"
@@ -240,8 +240,8 @@ class Plan(Printed):
         slots = self._slots[whole](params)
         keep_apart(slots)
         # In buffers of its own: a step donates its state.
-        specs = [PartitionSpec()] * len(kept_arrays(rest)) if whole else None
-        return put_together(self._placement.put_rest(rest, specs), slots)
+        specs = [PartitionSpec()] * len(rest.arrays) if whole else None
+        return self._placement.put_rest(rest, specs).model(slots)
 
     @functools.cached_property
     def _slots(self) -> dict[bool, Callable[[PyTree], list[Any]]]:
@@ -267,7 +267,7 @@ class Plan(Printed):
         parts = take_apart(model, self.layout)
         slots = list(map(put_leaf, parts.slots, self._placement.of_slots))
         keep_apart(slots)
-        return put_together(self._placement.put_rest(parts.rest), slots)
+        return self._placement.put_rest(parts.rest).model(slots)
 
     # -- In words
 
