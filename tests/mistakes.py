@@ -8,11 +8,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import treeparams as tp
 from treeparams import optim, sharding
+
+from .zoo import filled, ramp
 
 NEAREST = "selects nothing; nearest: 'layers"
 
@@ -27,15 +30,14 @@ class Tied(eqx.Module):
 def things() -> Any:
     """What the rows are about; nothing in it is changed."""
     made: Any = types.SimpleNamespace()
-    made.model, made.other = (eqx.nn.MLP(2, 1, width, 1, key=jax.random.key(0)) for width in (4, 5))
-    made.x = jnp.ones((3, 2))
-    made.dict = {"w": jnp.ones((2, 3)), "b": jnp.arange(3.0), "n": jnp.array(3)}
-    shared = jnp.arange(6.0).reshape(3, 2)
-    made.tied = Tied(shared, shared, jnp.ones(2))
+    made.model, made.other = (filled(eqx.nn.MLP, 2, 1, width, 1) for width in (4, 5))
+    made.x, shared = jax.device_put(np.ones((3, 2), np.float32)), ramp(3, 2)
+    made.dict = {"w": ramp(2, 3), "b": ramp(3), "n": jnp.array(3)}
+    made.tied = Tied(shared, shared, ramp(2))
     made.adam, made.sgd = optax.adam(1e-3), optax.sgd(0.1)
     made.tx, made.descent = optim.trainable(made.adam), optim.trainable(made.sgd)
     made.state = made.tx.init(made.model)
-    made.grads = jax.tree.map(jnp.ones_like, eqx.filter(made.model, eqx.is_array))
+    made.grads = jax.device_put(jax.tree.map(np.ones_like, eqx.filter(made.model, eqx.is_array)))
     made.layout = tp.layout(made.model)
     made.params, made.rest = tp.partition(made.model)
     made.vector, made.back = tp.ravel(made.model)

@@ -1,7 +1,5 @@
 """Gradients of the trained parameters, and what they cost."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -28,7 +26,8 @@ def test_aux_keyword_arguments_and_trainable_at_the_call():
         for each in (grads, again):
             assert each["c"] is None
             assert (each["w"].tolist(), each["b"].tolist()) == ([6, 6], [0, 0, 0])
-    assert (tp.grad(f).__name__, tp.value_and_grad(f).__doc__) == ("f", "Of a model.")
+    made = tp.grad(f), tp.value_and_grad(f), tp.grad(unreached="none")(f)
+    assert {(each.__name__, each.__doc__) for each in made} == {("f", "Of a model.")}
 
 
 @pytest.mark.parametrize(
@@ -52,21 +51,21 @@ def test_the_gradient_of_a_gradient():
     net, x = {"w": ramp(3, 2), "b": ramp(3), "act": jnp.tanh}, ramp(2)
     vector, restructure = tp.ravel(net)
     square = lambda m: jnp.sum(m["act"](m["w"] @ x + m["b"])) ** 2
+    norm = lambda model: tp.global_norm(tp.grad(square, restructure.layout)(model))
     of_vector = jax.grad(lambda v: square(restructure(v)))
 
     @jax.jit
     def both(vector):
-        norm = lambda model: tp.global_norm(tp.grad(square, restructure.layout)(model))
         ours = restructure.ravel_gradient(tp.grad(norm, restructure.layout)(restructure(vector)))
-        return ours, jax.grad(lambda v: jnp.linalg.norm(of_vector(v)))(vector)
+        return ours, jax.grad(lambda v: jnp.sqrt(jnp.sum(of_vector(v) ** 2)))(vector)
 
     np.testing.assert_allclose(*both(vector), 1e-4, 1e-6)
 
 
 def test_a_frozen_trunk_costs_what_partition_by_hand_costs():
-    mlp, x = filled(eqx.nn.MLP, 32, 4, 32, 5, activation=jnp.tanh), np.ones((16, 32), "f")
+    mlp, x = filled(eqx.nn.MLP, 32, 4, 32, 3, activation=jnp.tanh), np.ones((16, 32), "f")
     loss = lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2)
-    layout = tp.layout(mlp, "layers.5")
+    layout = tp.layout(mlp, "layers.3")
     trained, frozen = eqx.partition(mlp, layout.mask)
     arrays, static = eqx.partition(frozen, eqx.is_array)
     by_hand = lambda trained, arrays, x: jax.grad(lambda t: loss(eqx.combine(t, arrays, static), x))(trained)
@@ -113,21 +112,13 @@ def test_the_gradient_is_of_the_one_field_alone_by_every_route():
 
 def test_options_alone_make_a_decorator():
     model, x = {"w": np.ones(2, "f"), "v": np.ones(2, "f")}, np.arange(4, dtype=np.float32).reshape(2, 2)
-
-    def mean(model, x):
-        """Kept."""
-        return jnp.mean(x @ model["w"])
-
+    mean = lambda model, x: jnp.mean(x @ model["w"])
     with_aux = tp.value_and_grad(has_aux=True, trainable="w")(lambda model, x: (mean(model, x), "aux"))
     (value, aux), grads = with_aux(model, x)
-    alone = tp.grad(unreached="none")(mean)
-    assert (float(value), aux, alone.__doc__) == (3.0, "aux", "Kept.")
-    for each in (grads, alone(model, x), tp.accumulate(pieces=2, trainable="w")(mean)(model, x)[1]):
+    assert (float(value), aux) == (3.0, "aux")
+    for each in (
+        grads,
+        tp.grad(unreached="none")(mean)(model, x),
+        tp.accumulate(pieces=2, trainable="w")(mean)(model, x)[1],
+    ):
         assert (each["w"].tolist(), each["v"]) == ([1.0, 2.0], None)
-
-
-@pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize("verb", [tp.grad, tp.value_and_grad, functools.partial(tp.accumulate, pieces=2)])
-def test_options_in_the_place_of_the_function_are_refused(verb):
-    with pytest.raises(TypeError, match=r"expected a function of the model, got str; name the options: tp\.\w+\("):
-        verb("layers.1")

@@ -3,6 +3,7 @@
 They come from Equinox, from Flax and Optax, from PyTorch and Julia.
 """
 
+import functools
 import inspect
 import operator
 import pickle
@@ -23,6 +24,7 @@ import treeparams as tp
 from treeparams import matrices, nested, saving, sharding
 
 from .mistakes import NEAREST, Row, Tied, check, loss, value
+from .zoo import Norm, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
 
@@ -58,9 +60,7 @@ WHERES: list[Row] = [
     select("a position", 0, r"tp.leaves\(predicate\), a callable.*got int: 0", TypeError),
     select("a bool", True, r"trainable=True is not a mask.*freeze='\*\*'"),
     select("labels", {"layers": "train"}, "expected a mask or a `where`.*got dict", TypeError),
-    select(
-        "two arguments", lambda path, leaf: True, rf"^lambda at test_mistakes.py:\d+ must return nodes.*'leaf'. {ASK}"
-    ),
+    select("two args", lambda path, leaf: True, rf"^lambda at test_mistakes.py:\d+ must return nodes.*'leaf'. {ASK}"),
     select("a leaf for the model", lambda leaf: leaf.ndim == 2, f"has no attribute 'ndim'. {ASK}"),
     select("a filter of Equinox", eqx.is_inexact_array, f"'is_inexact_array' must return nodes.*; got bool. {ASK}"),
     select("an attribute that is not there", lambda m: m.layer, r"as for eqx.tree_at.*AttributeError: .*'layer'\.?$"),
@@ -121,7 +121,44 @@ DECLARED: list[Row] = [
 ]
 
 
+OPTIONS = r"expected a function of the model, got str; name the options: tp\.\w+\("
+ENDS = r"\['embed', 'head'\]"
+TURNED = {"a": np.ones((2, 3), np.float32), "c": np.ones((3, 2), np.float32)}
+TURNS = tp.layout(TURNED, ties={"c": ("a", jnp.transpose)})
+SIMPLE = {"kernel": ramp(2, 2), "bias": ramp(2), "norm": Norm(ramp(1), ramp(1))}
+WALKS = {"biwalk": tp.biwalk, "project": tp.project, "maptrainable": functools.partial(tp.maptrainable, jnp.add)}
+NO_ENTRIES = [
+    ({"kernel.x": 1.0}, r"""entry at '"kernel.x"', where the model has no leaf; nearest: 'kernel'"""),
+    ({"kernel": {"deep": 1.0}}, "entry at 'kernel.deep', where the model has no leaf; nearest: 'kernel'"),
+    ({"norm.scale": 1.0, "norm": {"scale": 1.0}}, r"""entry at '"norm.scale"', where the model has no leaf"""),
+    (np.ones(3), r"arrays at paths of the model, got float64\[3\]; a vector becomes a model by restructure"),
+]
+NO_MODEL = r"new model, got float32\[\]{}; if it is another item, write tp.moved\(lambda .* step\(.*\)\[1\]"
+VALUES = "control flow must not depend on values"
+UNREACHED = "trained parameters: 'layers.0.weight', 'layers.1.weight', 'layers.1.bias'; freeze"
+
+
+def walk_two(model: Any, tied: Any) -> object:
+    return tp.maptrainable(lambda *its: its[0], model, model, model, tied=tied)
+
+
+def walk_turned(other: Any, **options: Any) -> object:
+    return tp.biwalk(TURNED, other, trainable=TURNS, **options)
+
+
+def of_a_bias(model: Any) -> jax.Array:
+    return jnp.sum(model.layers[0].bias)
+
+
 FUNCTIONS: list[Row] = [
+    *[
+        (f"{name} of {tree}", lambda t, walk=walk, tree=tree: walk(SIMPLE, tree), ValueError, words)
+        for name, walk in WALKS.items()
+        for tree, words in NO_ENTRIES
+    ],
+    ("grad(options)", lambda t: tp.grad("layers.1"), TypeError, OPTIONS),
+    ("value_and_grad(options)", lambda t: tp.value_and_grad("layers.1"), TypeError, OPTIONS),
+    ("accumulate(options)", lambda t: tp.accumulate("layers.1", pieces=2), TypeError, OPTIONS),
     ("Ema(decay, model)", lambda t: tp.Ema(0.99, t.model), TypeError, r"comes first: tp.Ema\(model, decay\)"),
     ("a decay of 99", lambda t: tp.ema(t.model, t.model, decay=99), ValueError, "between 0 and 1, got 99"),
     ("NumPy's 1.5", lambda t: tp.ema(t.model, t.model, decay=np.float32(1.5)), ValueError, "between 0 and 1, got 1.5"),
@@ -149,19 +186,39 @@ FUNCTIONS: list[Row] = [
     ("in_shardings=", lambda t: tp.jit(loss, in_shardings=None), ValueError, "jax.device_put"),
     ("donate=True", lambda t: tp.jit(loss, donate=True), ValueError, "'all', 'all-except-first'.*got True"),
     ("jit(value)", lambda t: tp.jit(t.x), TypeError, r"write tp.jit\(f\)\(model, x\)"),
-    ("maptrainable(model, f)", lambda t: tp.maptrainable(t.model, len), TypeError, r"first: tp.maptrainable\(f, model"),
+    ("map(m, f)", lambda t: tp.maptrainable(t.model, len), TypeError, r"first: tp.maptrainable\(f, model.*; got MLP"),
     ("mapreduce(model, f)", lambda t: tp.mapreduce(t.model, max, len, init=0), TypeError, r"mapreduce\(f, op, model,"),
     ("map: where", lambda t: tp.maptrainable(len, t.model, "layers.0"), ValueError, "a tree with arrays at paths.*got"),
     ("map: a tie", lambda t: tp.maptrainable(jnp.add, t.tied, t.tied), ValueError, r'entries at .* tied="sum" adds'),
-    ("biwalk of another", lambda t: tp.biwalk(t.model, {"a": t.x}), ValueError, "at 'a', where the model has no leaf;"),
+    ("walk: a tie", lambda t: tp.biwalk(t.tied, t.tied), ValueError, rf"at {ENDS}.*tied=\"sum\".*gradients.*\"first\""),
+    ("tied: a word", lambda t: tp.biwalk(t.tied, t.tied, tied="mean"), ValueError, 'tied must be "sum"'),
+    ("tied: a word for two", lambda t: walk_two(t.tied, ("sum",)), ValueError, "tied has 1 words for 2 trees"),
+    ("tied: a word left out", lambda t: walk_two(t.tied, ("sum", None)), ValueError, r"tied=\(\"sum\", \"first\"\)"),
+    ("an alias", lambda t: walk_turned({"c": np.ones((3, 2), "f")}), ValueError, r"'c'.*tied=\"sum\""),
+    ("an alias 1st", lambda t: walk_turned({"c": t.x}, tied="first"), ValueError, "at 'c', which is computed from 'a'"),
+    ("an alias: shape", lambda t: walk_turned({"c": t.x.T}, tied="sum"), ValueError, r"float32\[3,2\] at 'c', got fl"),
     ("project(grads, model)", lambda t: tp.project(t.params, t.model), ValueError, "the model comes first, then the"),
     ("replace: a list", lambda t: tp.replace(t.dict, ["w", 0.0]), TypeError, "values must be a dictionary {where:"),
     ("replace: a typo", lambda t: tp.replace(t.model, {"layers.0.bais": 0.0}), ValueError, "nearest: 'layers.0.bias'"),
     ("replace: a shape", lambda t: tp.replace(t.dict, {"b": t.x}), ValueError, r"expected float32\[3\] at 'b', got fl"),
     ("replace: a node", lambda t: tp.replace(t.model, {"layers.0": t.model.layers[0]}), TypeError, "got Linear, a pyt"),
+    ("replace: int", lambda t: tp.replace(t.dict, {"b": np.arange(3)}), ValueError, r"write value.astype\('float32'\)"),
+    ("replace: by f", lambda t: tp.replace(t.dict, {"b": lambda b: b[:1]}), ValueError, "for 'b' returned float32.1."),
+    ("set: no leaf", lambda t: tp.replace(t.model, {"activation": t.x}), ValueError, "'activation' selects no param"),
+    ("set: again", lambda t: tp.replace(t.dict, {"**": 0.0, "b": 1.0}), ValueError, r"'b' comes too late: '\*\*' be"),
+    ("set: alias", lambda t: tp.replace(TURNED, {"c": t.x}, layout=TURNS), ValueError, "'c', .*transpose of 'a'; wr"),
     ("replace: a word", lambda t: tp.replace(t.dict, {"w": "zeros"}), TypeError, "a number or a function for 'w', got"),
     ("replace: init", lambda t: tp.replace(t.dict, {"w": jax.nn.initializers.ones}), TypeError, r"init\(key, w.shape"),
     ("replace: half a tie", lambda t: tp.replace(t.tied, {"head": 0.0}), ValueError, "one array. Either .* write 'emb"),
+    ("moved: no model", lambda t: tp.moved(lambda m: m["b"][0])(t.dict), TypeError, NO_MODEL.format("")),
+    ("moved: 2nd", lambda t: tp.moved(lambda m: (m["b"][0], m))(t.dict), TypeError, NO_MODEL.format(", dict")),
+    ("moved: not any array", lambda t: tp.moved(lambda w: (w[0], w))(t.x[0]), TypeError, "got float32"),
+    ("moved(m)", lambda t: tp.moved(t.dict), TypeError, r"a training step, got dict; write tp.moved\(step\)\(model"),
+    ("moved: a value", lambda t: tp.moved(lambda m: (m, float(m["b"][0])))(t.dict), TypeError, VALUES),
+    ("reached: a value", lambda t: tp.reached(lambda m: m["b"][0] if m["b"][0] > 0 else 0)(t.dict), TypeError, VALUES),
+    ("reached: a mask", lambda t: tp.reached(lambda m: m["b"][m["b"] > 1])(t.dict), IndexError, f"so its {VALUES}"),
+    ("unreached='error'", lambda t: tp.grad(of_a_bias, unreached="error")(t.model), ValueError, UNREACHED),
+    ("reached: aux", lambda t: tp.reached(lambda m: m["b"][0], has_aux=True)(t.dict), TypeError, r"a pair, \(value, "),
     ("summary(layout)", lambda t: tp.summary(t.layout), TypeError, r"write tp.summary\(model, layout\)"),
 ]
 FORMS: list[Row] = [
@@ -284,12 +341,7 @@ MODULES: list[Row] = [
     ("rows of a batch", lambda t: nested.parameter_jacobian(loss)(t.model, t.x), ValueError, r"one sample \(of a func"),
     ("examples of a batch", lambda t: nested.per_example_gradients(loss)(t.model, t.x), ValueError, r"f\(model, x\[No"),
     ("lora: a typo", lambda t: matrices.lora(t.model, "layer", 1, key=jax.random.key(0)), ValueError, NEAREST),
-    (
-        "lora(where, model)",
-        lambda t: matrices.lora("w", t.dict, 1, key=t.x),
-        TypeError,
-        "first, got 'w': matrices.lora",
-    ),
+    ("lora(where, model)", lambda t: matrices.lora("w", t.dict, 1, key=t.x), TypeError, "got 'w': matrices.lora"),
     ("lora of a bias", lambda t: matrices.lora(t.dict, "b", 1, key=jax.random.key(0)), ValueError, "no parameter with"),
     ("SVD of arrays", lambda t: matrices.SVD(jnp.eye(2), t.x[0], jnp.eye(2)), TypeError, "a Givens for u, got .*SVD.r"),
     ("plan(model, rules)", lambda t: sharding.plan(t.model, {}, {}), TypeError, "expected a mesh, such as jax.make_me"),
@@ -298,12 +350,7 @@ MODULES: list[Row] = [
     ("rules: a word", lambda t: sharding.plan(t.model, MESH, {"**": "d"}), ValueError, '"split", "owned", "whole" or'),
     ("an axis", lambda t: sharding.plan(t.model, MESH, {"**": PartitionSpec("x")}), ValueError, "no axis 'x'; its ax"),
     ("step over models", lambda t: sharding.make_step(loss, t.tx, t.plan), ValueError, "pass the optimiser inside it,"),
-    (
-        "step(tx, loss)",
-        lambda t: sharding.make_step(t.adam, loss, t.plan),
-        TypeError,
-        "a loss, an optimiser and a plan",
-    ),
+    ("step(tx, loss)", lambda t: sharding.make_step(t.adam, loss, t.plan), TypeError, "a loss, an optimiser and a"),
     ("step: layout", lambda t: sharding.make_step(loss, t.adam, t.layout), TypeError, r"sharding.plan\(model, mesh"),
 ]
 MESH = jax.make_mesh((1,), ("d",))

@@ -99,8 +99,7 @@ def test_the_version_is_the_same_wherever_it_is_read():
 
 def test_the_versions_that_are_promised_are_those_that_are_tested():
     versions = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
-    workflow = (ROOT / ".github/workflows/tests.yml").read_text()
-    assert set(versions) == set(re.findall(r'"(3\.\d+)"', workflow))
+    assert set(versions) == set(re.findall(r'"(3\.\d+)"', (ROOT / ".github/workflows/tests.yml").read_text()))
     assert PROJECT["requires-python"] == f">={versions[0]}"
 
     bounds = dict(line.split(">=") for line in PROJECT["dependencies"])
@@ -112,9 +111,7 @@ def test_the_versions_that_are_promised_are_those_that_are_tested():
     page = (ROOT / "docs/pages/versions.md").read_text()
     assert f"| Python | {versions[0]} | {versions[-1]} |" in page
     said = dict(re.findall(r"^\| (\w+) \| (\S+) \| the newest", page, re.M))
-    assert {name.lower(): version for name, version in said.items()} == {
-        name: bounds[name] for name in ("jax", "equinox", "optax")
-    }
+    assert said == {name: bounds[name.lower()] for name in ("JAX", "Equinox", "Optax")}
 
 
 def test_the_examples_bring_no_other_framework():
@@ -131,13 +128,12 @@ def brought_by(requirement):
     seen, ahead = set(), [Requirement(requirement)]
     while ahead:
         one = ahead.pop()
-        if (key := (one.name.lower(), *sorted(one.extras))) not in seen:
+        key, extras = (one.name.lower(), *sorted(one.extras)), one.extras or {""}
+        if key not in seen:
             seen.add(key)
             inner = map(Requirement, importlib.metadata.requires(one.name) or [])
-            chosen = one.extras or {""}
-            ahead += [
-                each for each in inner if not each.marker or any(each.marker.evaluate({"extra": x}) for x in chosen)
-            ]
+            applies = lambda marker, extras=extras: any(marker.evaluate({"extra": extra}) for extra in extras)
+            ahead += [each for each in inner if not each.marker or applies(each.marker)]
     return {name for name, *_ in seen}
 
 

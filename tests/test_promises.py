@@ -61,7 +61,7 @@ def arrays() -> dict[str, Any]:
     return {
         "old": normal(*shape),
         "new": normal(*shape),
-        "grads": [normal(*shape), normal(7), normal(7), normal(200, 50)],
+        "grads": [normal(200, 50), normal(7), normal(7)],
         "params": normal(5),
         "v": normal(5),
         "batch": x,
@@ -70,11 +70,7 @@ def arrays() -> dict[str, Any]:
 
 
 def value(expression: str, names: dict[str, Any], d: Any) -> Any:
-    batch = names["batch"]
-
-    def loss(params: jax.Array, x: jax.Array = batch) -> jax.Array:
-        return jnp.mean(jnp.tanh(x @ params) ** 2)
-
+    loss = lambda params, x=names["batch"]: jnp.mean(jnp.tanh(x @ params) ** 2)
     known = {"jax": jax, "jnp": jnp, "optax": optax, "tp": tp, "nested": nested, "c": 0.5, "loss": loss, "d": d}
     return eval(expression, {**known, **names, "clip": optim.clip_by_global_norm(0.5)})
 

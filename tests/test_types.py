@@ -12,12 +12,10 @@ import treeparams as tp
 from . import typing_assertions
 from .blocks import blocks, module
 from .test_readme import README
-from .typing_assertions import loss
-
-NEED_NUMBERS = (typing_assertions.saved, typing_assertions.steps, typing_assertions.functions, typing_assertions.forms)
+from .typing_assertions import NEED_NUMBERS, PARTS, loss
 
 
-@pytest.mark.parametrize("part", typing_assertions.PARTS, ids=lambda part: part.__name__)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_each_value_is_of_the_type_that_the_checkers_find(part, monkeypatch):
     checked = []
 
@@ -27,8 +25,7 @@ def test_each_value_is_of_the_type_that_the_checkers_find(part, monkeypatch):
         return value
 
     monkeypatch.setattr(typing_assertions, "assert_type", assert_type)
-    # As a user has it; where no number is needed, within a trace, in which nothing is compiled.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has it
         part() if part in NEED_NUMBERS else jax.eval_shape(part)
     assert checked
 
