@@ -51,11 +51,11 @@ def emptied(tree):
             return type(leaf)()
         if not hasattr(leaf, "dtype"):
             return leaf
-        if isinstance(leaf, np.ndarray):
-            return np.zeros_like(leaf)
         data = as_data(leaf)
-        empty = jnp.asarray(np.zeros(data.shape, data.dtype))
-        return empty if data is leaf else jax.random.wrap_key_data(empty, impl=jax.random.key_impl(leaf))
+        empty = np.zeros(data.shape, data.dtype)
+        if isinstance(leaf, np.ndarray):
+            return empty
+        return jnp.asarray(empty) if data is leaf else jax.random.wrap_key_data(empty, impl=jax.random.key_impl(leaf))
 
     return jax.tree.map(lambda leaf: made.setdefault(id(leaf), zeros(leaf)), tree)
 

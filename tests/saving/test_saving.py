@@ -290,27 +290,38 @@ def test_other_ties_are_refused_with_the_call_that_mends_it(path, where):
     refused(r"'decoder' is transpose.* of 'encoder' in the file, .* tp.field\(", there_and_back, path, declared, like)
 
 
+UNLIKE = {  # what is saved, what the tree has in its place, and words of the line that says so
+    "shapes": (ramp(2), ramp(3), "'shapes' is float32[3] in the tree, float32[2] in the file"),
+    "dtypes": (row(2, dtype=np.int32), ramp(2), "'dtypes' is float32[2] in the tree, int32[2] in the file"),
+    "int_and_array": (5, ramp(), "float32[] in the tree", "int in the file"),
+    "int_and_shape": (5, jax.ShapeDtypeStruct((), jnp.int32), "int32[]", "int in the file", "filter_eval_shape"),
+    "scalar_and_array": (np.float32(5), jnp.int32(5), "int32[]", "numpy.float32 in the file"),
+    "array_and_int": (ramp(), 5, "int in the tree", "float32[] in the file", "jnp.asarray("),
+    "array_and_text": (ramp(2), "text", "str in the tree", "float32[2] in the file", "jnp.asarray("),
+    "array_and_function": (ramp(2), jnp.tanh, "function in the tree", "float32[2]"),
+    "text_and_object": ("text", object(), "object in the tree", "str in the file"),
+    "function_and_int": (jnp.tanh, 5, "in the tree and not in the file"),
+    "int_and_none": (5, None, "the file also has 'int_and_none', which the tree lacks"),
+    "more": ([5, 6], [5], "'more.1' is in the file and not in the tree", "nearest: 'more.0'", "saving.plan"),
+    "here": ({"bias": 1}, {"bais": 1}, "'here.bais' is in the tree and not in the file; nearest: 'here.bias'"),
+    "there": ({"bias": ramp(1)}, {"bais": ramp(1)}, "'there.bias' is in the file and not", "nearest: 'there.bais'"),
+    "array_and_none": (ramp(1), None, "the file also has 'array_and_none', which the tree lacks"),
+    "none_and_node": (None, {"deep": ramp(1)}, "'none_and_node.deep' is in the tree and not in the file"),
+}
+
+
 def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, monkeypatch):
     read = []
     monkeypatch.setattr(File, "arrays", lambda *args, **_: read.append(args))
-    layer = {"weight": ramp(2), "bias": ramp(1)}
-    saving.save(path, {"layers": [layer], "n": jnp.arange(2), "old": ramp(1), "rate": ramp(1)})
-    like = {"layers": [{"weight": ramp(3), "bais": ramp(1)}], "n": ramp(2), "new": {"deep": ramp(1)}, "rate": 0.5}
-    said = refused(re.escape(f"{str(path)!r} does not fit the tree:\n"), saving.load, path, like)
-    for line in (
-        "'layers.0.weight' is float32[3] in the tree, float32[2] in the file",
-        "'layers.0.bais' is in the tree and not in the file; nearest: 'layers.0.bias'",
-        "'layers.0.bias' is in the file and not in the tree; nearest: 'layers.0.bais'",
-        "'n' is float32[2] in the tree, int32[2] in the file",
-        "'new.deep' is in the tree and not in the file",
-        "the file also has 'old', which the tree lacks",
-        "'rate' is float in the tree, float32[1] in the file",
-    ):
-        assert line in said
+    saved, like = ({name: each[i] for name, each in UNLIKE.items()} for i in (0, 1))
+    saving.save(path, saved | {"w": ramp(1)})
+    said = refused(re.escape(f"{str(path)!r} does not fit the tree:\n"), saving.load, path, like | {"w": ramp(1)})
+    for name, (_, _, *words) in UNLIKE.items():
+        assert any(all(word in line for word in (f"'{name}", *words)) for line in said.splitlines())
     assert read == []
 
 
-def test_each_array_is_read_once_and_compared_with_its_checksum(path, monkeypatch):
+def test_each_array_is_read_once(path, monkeypatch):
     read, read_at = [], OnDisk.read_at
     tree = {"a": ramp(2), "large": ramp(70, 100), "m": ramp(5), "z": ramp(3)}
     saving.save(path, tree)
@@ -322,45 +333,43 @@ def test_each_array_is_read_once_and_compared_with_its_checksum(path, monkeypatc
         return read_at(file, into, start)
 
     monkeypatch.setattr(OnDisk, "read_at", note)
-    saving.load(path, tree)
-    assert (len(read), sum(read)) == (4, size)
-    read.clear()
-    assert assert_same(dict(saving.names(path)), tree) == 4
-    assert (len(read), sum(read)) == (4, size)
-    damaged = bytearray(path.read_bytes())
-    damaged[-1] ^= 1
-    path.write_bytes(damaged)
-    refused("'z' has another checksum than when it was saved", saving.load, path, tree)
-    got = saving.load(path, tree, checksum=False)
-    assert [bool((got[name] == tree[name]).all()) for name in tree] == [True, True, True, False]
+    for load in (lambda: saving.load(path, tree), lambda: dict(saving.names(path))):
+        assert assert_same(load(), tree) == 4
+        assert (len(read), sum(read)) == (4, size)
+        read.clear()
 
 
-def test_loaded_arrays_lie_where_those_of_like_do(path):
+def test_arrays_lie_where_those_of_like_do_whatever_reads_them(path):
     devices = first_devices(4)
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
     rows, whole, third = NamedSharding(mesh, P("x")), NamedSharding(mesh, P()), SingleDeviceSharding(devices[3])
-    tree = {"rows": ramp(8, 3), "whole": ramp(3), "third": ramp(4), "free": ramp(5)}
-    tree["keys"] = jax.random.split(jax.random.key(5), 4)
+    in_numpy = {"rows": row(8, 3), "whole": row(3), "third": row(4), "free": row(5), "numpy": row(2)}
+    in_numpy["keys"] = jax.random.split(jax.random.key(5), 4)
+    tree = jax.device_put(in_numpy) | {"numpy": row(2)}
     saving.save(path, tree)
-    like = emptied(tree)
     places = {"rows": rows, "whole": whole, "third": third, "keys": rows}
-    like |= {name: jax.device_put(like[name], place) for name, place in places.items()}
+    put = lambda name, leaf: leaf if name == "numpy" else jax.device_put(leaf, places.get(name))
+    like = {name: put(name, leaf) for name, leaf in emptied(in_numpy).items()}
     without = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places.get(n)) for n, leaf in tree.items()}
-    for each in (like, without):
-        got = saving.load(path, each)
-        assert assert_same(got, tree) == 5
-        assert {name: got[name].sharding for name in places} == places
-        assert (got["third"].committed, got["free"].committed) == (True, False)
+    of = lambda source: lambda _, like: saving.plan(source, like)(source)
+    of_message = lambda path, like: saving.loads(path.read_bytes(), like)[0]
+    for each in (like, without | {"numpy": row(2)}):
+        for read in (saving.load, planned, of_message, of(tree), of(in_numpy)):
+            got = read(path, each)
+            assert assert_same(got, tree) == 6
+            assert {name: got[name].sharding for name in places} == places
+            assert (got["third"].committed, got["free"].committed, got["free"].device) == (True, False, devices[0])
+            assert type(got["numpy"]) is np.ndarray
     # Sharded arrays are written whole, and go back onto one device.
     saving.save(path, got)
     assert_bits(saving.load(path, emptied(tree)), tree)
-    codec = Transposed(jax.device_put(ramp(4, 8), rows), jax.device_put(ramp(4, 8).T, rows))
+    codec = Transposed(jax.device_put(row(4, 8), rows), jax.device_put(row(4, 8).T, rows))
     got = there_and_back(path, codec, like=codec)
     assert assert_same(got, codec) == 2
     assert (got.encoder.sharding, got.decoder.sharding) == (rows, rows)
     with jax.default_device(devices[2]):
-        free = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in tree.items() if name != "keys"}
-    saving.save(path, {name: tree[name] for name in free})
+        free = {name: jnp.zeros(4) for name in ("rows", "third")}
+    saving.save(path, {name: ramp(4) for name in free})
     for leaf in saving.load(path, free).values():
         assert (leaf.devices(), leaf.committed) == ({devices[2]}, False)
 
@@ -385,8 +394,7 @@ def test_loaded_arrays_hang_on_nothing(path):
 def test_a_part_of_a_file(path):
     saving.save(path, {"a.b": {"w": ramp(2)}})
     refused(r"""the file has such a tree below '"a\.b"': load into""", saving.load, path, {"w": ramp(2)})
-    alone = saving.names(path, '"a.b"')
-    assert_same(saving.plan(alone, {"w": ramp(2) + 1})(alone), {"w": ramp(2)})
+    assert_same(planned(saving.names(path, '"a.b"'), {"w": ramp(2) + 1}), {"w": ramp(2)})
     saving.save(path, {"model": {"w": ramp(2)}, "average": {"w": ramp(2)}})
     for call, like, words in [
         (saving.load, {"w": ramp(2)}, "the file has such a tree below 'average', 'model': load into"),

@@ -1,4 +1,4 @@
-"""Numbers and texts of a tree: they come back as saved, or are refused by path; arrays that no pytree holds."""
+"""What of a tree is no plain array: numbers, texts, refs, states of Equinox, nodes without keys, and what hides one."""
 
 import collections
 import concurrent.futures
@@ -16,17 +16,21 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file
 
 import treeparams as tp
 from treeparams import optim, saving
 from treeparams._files.values import from_words, in_words
 from treeparams._tree.structure import scan_tree
+from treeparams._tree.types import value_of
 
-from ..zoo import Net, ramp
-from .files import planned, refused, there_and_back
+from ..zoo import Net, ramp, with_refs
+from .files import lying, planned, refused, there_and_back
 from .test_saving import JAX_DTYPES, WIDE, patterns
 
 
@@ -90,23 +94,6 @@ def test_functions_objects_and_static_fields_are_those_of_like(path):
     np.testing.assert_array_equal(got[0].layers[0], ramp(2))
 
 
-def test_what_does_not_fit_is_refused_by_path(path):
-    for saved, like, words in [
-        (5, ramp(), ["'x'", "float32[] in the tree", "int in the file"]),
-        (5, jax.ShapeDtypeStruct((), jnp.int32), ["'x'", "int32[]", "int in the file", "filter_eval_shape"]),
-        (np.float32(5), jnp.int32(5), ["'x'", "int32[]", "numpy.float32 in the file"]),
-        (ramp(), 5, ["'x'", "int in the tree", "float32[] in the file", "jnp.asarray("]),
-        (ramp(2), "text", ["'x'", "str in the tree", "float32[2] in the file", "jnp.asarray("]),
-        (ramp(2), jnp.tanh, ["'x'", "function in the tree", "float32[2]"]),
-        ("text", object(), ["'x'", "object in the tree", "str in the file"]),
-        (jnp.tanh, 5, ["'x'", "in the tree and not in the file"]),
-        (5, None, ["'x'", "which the tree lacks"]),
-        ([5, 6], [5], ["'x.1'", "in the file and not in the tree", "nearest: 'x.0'", "saving.plan"]),
-    ]:
-        said = refused("does not fit", there_and_back, path, {"w": ramp(2), "x": saved}, {"w": ramp(2), "x": like})
-        assert [word for word in words if word not in said] == []
-
-
 @dataclasses.dataclass
 class Buffer:
     items: object
@@ -144,15 +131,17 @@ def hidden(w):
 def test_an_array_that_would_not_be_saved_is_refused_and_all_are_named(tmp_path):
     tensor = type("Tensor", (), {"shape": (2,), "dtype": "float32"})()
     masked, mapping = np.ma.masked_array([1.0], [True]), types.MappingProxyType({"a": ramp(2)})
+    has_refs = hasattr(jax, "Ref")  # before JAX 0.7.2 the type of refs is private
+    refs = [types.SimpleNamespace(mean=jax.new_ref(jnp.ones(2)))] if has_refs else []
     for why, leaves in {
         ", which JAX does not have, so it": [mapping, np.array(["a"]), tensor, np.longdouble(1), masked],
-        " and not a pytree, so its array .*\\[2\\]": hidden(ramp(2)),
+        " and not a pytree, so its array .*\\[2\\]": [*hidden(ramp(2)), *refs],
     }.items():
         for leaf in leaves:
             said = f"'x' is a {type(leaf).__qualname__}{why} would not be saved: keep arrays"
             refused(said, saving.save, tmp_path / "m", {"w": ramp(1), "x": leaf}, kind=TypeError)
     two = [Buffer(ramp(2)), {"a": collections.deque([ramp(2)])}]
-    refused(r"(?s)'0' is a Buffer .*'1\.a' is a deque ", saving.save, tmp_path / "m", two, kind=TypeError)
+    refused(r"(?s)'0' is a Buffer .*'1\.a' is a deque ", saving.dumps, two, kind=TypeError)
     assert not any(tmp_path.iterdir())
 
 
@@ -221,7 +210,7 @@ def test_the_path_comes_first(path):
 def test_a_state_of_another_form_or_of_plain_optax_is_named_with_the_line_that_carries_it(path, at):
     model, rule = {"a": ramp(2), "b": ramp(3)}, optax.sgd(0.1, momentum=0.5)
     in_tree = lambda state: {"optimiser": state} if at else state
-    stepped = lambda tx: optim.step(tx, tp.copy(model), tx.init(model), model)[1]
+    stepped = lambda tx: jax.jit(lambda grads, model: optim.step(tx, grads, tx.init(model), model)[1])(model, model)
     for saved, wanted in [("tree", "vector"), ("tree", "stacks"), ("vector", "tree")][: 3 if at else 1]:
         tx, before = (optim.trainable(rule, form=form) for form in (wanted, saved))
         words = f"'{at}' has the form '{saved}' in the file, '{wanted}' in the"
@@ -232,3 +221,236 @@ def test_a_state_of_another_form_or_of_plain_optax_is_named_with_the_line_that_c
     refused(words, there_and_back, path, in_tree(rule.init(model)), in_tree(tx.init(model)))
     theirs = saving.load(path, in_tree(rule.init(model)))
     assert not tp.diff(optim.from_optax(tx, theirs["optimiser"] if at else theirs, model), tx.init(model))
+
+
+without_refs = lambda: {name: value_of(leaf) for name, leaf in with_refs().items()}
+fresh_refs = lambda: (
+    with_refs() | {"w": jnp.zeros(2), "mean": jax.new_ref(jnp.zeros(3)), "steps": jax.new_ref(jnp.array(0))}
+)
+FROM_FILES = (saving.load, planned, lambda path, like: saving.loads(path.read_bytes(), like)[0])
+
+
+def assert_full(model):
+    for name, want in {"w": ramp(2), "mean": [7, 7, 7], "steps": 4}.items():
+        np.testing.assert_array_equal(value_of(model[name]), want)
+
+
+def test_a_file_has_the_values_of_refs_and_the_digest_of_arrays(path):
+    model, files = with_refs(), []
+    for tree in (without_refs(), model):
+        saving.save(path, tree)
+        files.append(path.read_bytes())
+    assert files[0] == files[1]
+    assert saving.dumps(without_refs()) == saving.dumps(model)
+    stored = load_file(path)
+    assert sorted(stored) == ["mean", "seen", "steps", "w"]
+    for names in (stored, saving.names(model), saving.names({"net": model}, "net"), saving.names(path)):
+        assert sorted(names) == sorted(stored)
+        np.testing.assert_array_equal(names["mean"], [7, 7, 7])
+
+
+@pytest.mark.parametrize("made", [with_refs, without_refs])
+def test_what_is_loaded_is_written_into_refs(path, made):
+    saving.save(path, made())
+    of_memory = lambda _, like: planned(with_refs(), like)
+    of_theirs = lambda path, like: saving.plan(saving.names(path), like)(load_file(path))
+    for load in (*FROM_FILES, of_memory, of_theirs):
+        like = fresh_refs()
+        got = load(path, like)
+        assert (got["mean"], got["steps"]) == (like["mean"], like["steps"])
+        assert_full(got)
+        got = load(path, {**like, "mean": jnp.zeros(3), "steps": jnp.array(0)})
+        assert isinstance(got["mean"], jax.Array)
+        assert_full(got)
+    like = fresh_refs()
+    got = saving.plan({"mean": np.ones(3, np.float32)}, like, strict=False)({"mean": np.full(3, 2, np.float32)})
+    np.testing.assert_array_equal(like["mean"][...], [2, 2, 2])  # what comes, and nothing else
+    assert got["steps"] is like["steps"]
+    assert int(like["steps"][...]) == 0
+
+
+def test_nothing_is_written_before_all_is_checked(path):
+    saving.save(path, with_refs())
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    like = fresh_refs()
+    for load in FROM_FILES:
+        refused("checksum", load, path, like)
+        refused("mean", load, path, {**like, "mean": jax.new_ref(jnp.zeros(2))})
+        np.testing.assert_array_equal(like["mean"][...], [0, 0, 0])
+        assert int(like["steps"][...]) == 0
+
+
+def test_changes_of_refs_keys_and_refs_at_two_paths(path):
+    have, model = with_refs(), with_refs()
+    model["mean"][...] = jnp.array([7.0, 8.0, 7.0])
+    got, _ = saving.loads(saving.dumps(model, version=2, since=(1, with_refs())), have, version=1)
+    assert got["mean"] is have["mean"]
+    np.testing.assert_array_equal(have["mean"][...], [7, 8, 7])
+    refs = [jax.new_ref(jnp.full(2, fill)) for fill in (1.0, 0.0)]
+    model, like = ({"key": jax.new_ref(jax.random.key(i)), "a": ref, "b": ref} for i, ref in enumerate(refs))
+    saving.save(path, model)
+    got = saving.load(path, like)
+    assert got["a"] is got["b"] is like["a"]
+    np.testing.assert_array_equal(got["a"][...], [1, 1])
+    np.testing.assert_array_equal(*(jax.random.key_data(its["key"][...]) for its in (got, model)))
+
+
+@pytest.mark.skipif(not hasattr(nnx, "with_vars"), reason="this version of Flax has no variables that are refs")
+def test_a_model_of_nnx_under_ref(path):
+    class Net(nnx.Module):
+        def __init__(self, seed):
+            rngs = nnx.Rngs(seed)
+            self.dense, self.norm = nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+
+    with nnx.var_defaults(ref=True):
+        net, like = Net(0), Net(1)
+    states = [nnx.split(each)[1] for each in (net, like)]
+    saving.save(path, states[0])
+    names = ["dense.bias", "dense.kernel", "norm.bias", "norm.mean", "norm.scale", "norm.var"]
+    assert sorted(load_file(path)) == sorted(saving.names(net)) == names
+    assert tp.diff(*states).paths == ("dense.kernel",)
+    refs = jax.tree.leaves(like)
+    got = saving.load(path, states[1])
+    assert all(a is b is c for a, b, c in zip(jax.tree.leaves(got), refs, jax.tree.leaves(like), strict=True))
+    np.testing.assert_array_equal(like.dense.kernel[...], net.dense.kernel[...])
+    target = tp.copy(net)
+    net.dense.kernel[...] = jnp.zeros((2, 3))
+    np.testing.assert_array_equal(target.dense.kernel[...], like.dense.kernel[...])
+    refused(r"got a ref.* at 'dense.bias', 'dense.kernel', 'norm.bias' and 1 more", tp.layout, states[0])
+    assert len(tp.layout(nnx.split(nnx.with_vars(net, ref=False))[1]).slots) == 4
+
+
+def model_of(*names):
+
+    def init(self):
+        for name in names:
+            setattr(self, name, eqx.nn.BatchNorm(3, "batch", mode="ema"))
+
+    return type("Layers", (eqx.Module,), {"__annotations__": dict.fromkeys(names, eqx.Module), "__init__": init})
+
+
+Then, Swapped, Grown = model_of("first", "second"), model_of("second", "first"), model_of("first", "inserted", "second")
+
+
+def run(cls, first=None, second=None):
+    model, state = eqx.nn.make_with_state(cls)()
+    for layer, mean in ((model.first, first), (model.second, second)):
+        if mean is not None:
+            state = state.set(layer.ema_state_index, (jnp.full(3, mean, "f4"), jnp.full(3, 10 + mean, "f4")))
+    return {"model": model, "state": state}
+
+
+def means(run):
+    return [float(run["state"].get(getattr(run["model"], name).ema_state_index)[0][0]) for name in ("first", "second")]
+
+
+def test_one_name_in_files_plans_walks_layouts_and_averages(path):
+    tree = run(Then, 1, 2)
+    values = ("ema_first_time_index", "ema_state_index.0")
+    names = [f"state.{name}.{its}" for name in ("first", "second") for its in values]
+    saving.save(path, tree)
+    assert set(names) <= set(saving.names(path)) == set(saving.names(tree))
+    assert set(names) <= {row.path for row in saving.plan(path, tree).rows}
+    thawed = tp.layout(tree, thaw="state.second")  # a glob selects what lies below, as of a node
+    index = "state.second.ema_state_index"
+    assert [path for path in thawed.paths if path.startswith("state")] == [f"{index}.0", f"{index}.1"]
+    assert tp.layout(tree, thaw="state.*.ema_state_index.0").paths[-2:] == (names[1], names[3])
+    assert list(tp.trainables(tree, thawed))[-1] == f"{index}.1"
+
+
+ADAM = optax.adam(1.0)
+TREES = {
+    "1.first.ema_state_index.0": lambda m, s: (m, s),
+    "0.first.ema_state_index.0": lambda m, s: (s, m),
+    # Beside an optimiser, and within one; alone, and without one of its layers.
+    "s.first.ema_state_index.0": lambda m, s: {"a": ADAM.init(eqx.filter(m, eqx.is_array)), "m": m, "s": s},
+    "runs.0.0.mu.1.first.ema_state_index.0": lambda *ms: optim.trainable(ADAM, tp.layout(ms, thaw="1")).init(ms),
+    "1.0": lambda m, s: s,
+    "1.1.0": lambda m, s: (m.first, s),
+}
+
+
+def test_a_name_is_the_path_of_the_index_in_the_model():
+    its = run(Then)
+    for name, tree in TREES.items():
+        assert name in saving.names(tree(its["model"], its["state"]))
+    differ = tp.diff(run(Then, 1, 2), run(Grown, 1, 3))
+    assert {"state.inserted.ema_state_index", "state.second.ema_state_index.0"} <= set(differ.paths)
+    assert not [path for path in differ.paths if path.startswith("state.first")]
+    assert not [row for row in differ.rows if row.path == "state"]  # its keys differ, and each is named
+
+
+def test_fields_may_change_places_and_a_layer_that_is_inserted_shifts_no_other(path):
+    saving.save(path, run(Then, 1, 2))
+    assert means(saving.load(path, run(Swapped))) == means(planned(path, run(Swapped))) == [1, 2]
+    plan = saving.plan(path, run(Grown), strict=False)
+    assert means(plan(path)) == [1, 2]
+    assert "state.inserted.ema_state_index.0" in plan.missing
+    refused(r"'state.inserted.ema_state_index.0' is in the tree and not in", saving.load, path, run(Grown))
+
+
+def test_a_state_alone_goes_by_number_and_never_into_one_with_names(path):
+    tree = run(Then, 1, 2)
+    saving.save(path, tree["state"])
+    assert sorted(saving.names(path)) == ["0", "1.0", "1.1", "2", "3.0", "3.1"]
+    assert means({**tree, "state": saving.load(path, run(Then)["state"])}) == [1, 2]
+    refused(r"(?s)'' is a State of 4 children .* 6 .*model in one tree", saving.load, path, run(Grown)["state"])
+    alone = {"state": tree["state"]}
+    for saved, like in ((alone, tree), (tree, alone)):
+        saving.save(path, saved)
+        for call in (saving.load, saving.plan):
+            refused(r"'state' is .*the names of its layers.*; save a state and its model in one tree", call, path, like)
+
+
+def without_keys(name, *fields):
+    cls = type(name, (), {"__init__": lambda self, **values: vars(self).update(values)})
+    flatten = lambda each: (tuple(getattr(each, field) for field in fields), None)
+    jtu.register_pytree_node(cls, flatten, lambda _, values: cls(**dict(zip(fields, values, strict=True))))
+    return cls
+
+
+NORMAL, GAMMA, STUDENT = (
+    without_keys(name, *fields)
+    for name, fields in {"Normal": ["loc", "scale"], "Gamma": ["rate", "shape"], "Student": "abc"}.items()
+)
+LIKE_NORMAL = without_keys("Normal", "loc", "scale")  # as the class is called in another process
+KEYED = jtu.register_dataclass(dataclasses.make_dataclass("Normal", ["loc", "scale"]), ["loc", "scale"], [])
+normal = lambda cls=NORMAL, loc=0.0, scale=1.0: {"dist": cls(loc=jnp.array(loc), scale=jnp.array(scale))}
+ZERO = jnp.array(0.0)
+ANOTHER = {"dist": GAMMA(rate=ZERO, shape=ZERO + 1)}
+OTHERS = {"class": ANOTHER, "number": {"dist": STUDENT(a=ZERO, b=ZERO + 1, c=ZERO + 2)}, "with keys": normal(KEYED)}
+
+
+def test_nodes_without_keys_go_by_position_into_the_same_class_or_as_a_plan_says(path):
+    full = normal(loc=3.0, scale=4.0)
+    saving.save(path, full)
+    message = saving.dumps(full)
+    for load in (*FROM_FILES, lambda _, like: saving.loads(message, like)[0]):
+        assert jax.tree.leaves(load(path, normal(LIKE_NORMAL))) == [3, 4]
+    refused(r"'dist' is a Normal of 2 children .* in the message", saving.loads, message, ANOTHER)
+    swapped = planned(path, ANOTHER, rename={"dist.0": "dist.1", "dist.1": "dist.0"})
+    assert jax.tree.leaves(swapped) == [4, 3]
+    keyed = planned(path, normal(KEYED), rename={"dist.0": "dist.loc", "dist.1": "dist.scale"})
+    assert jax.tree.leaves(keyed) == [3, 4]
+    # A file, and arrays as of PyTorch and of Orbax, that say nothing of a class.
+    lying(path, path.read_bytes(), lambda words: words.pop("unkeyed") and None)
+    for load in (saving.load, planned):
+        assert float(load(path, ANOTHER)["dist"].rate) == 3
+    flat = {"dist.0": np.array(3, "f4"), "dist.1": np.array(4, "f4")}
+    for arrays in (flat, {"dist": dict(zip("01", flat.values(), strict=True))}):
+        assert planned(arrays, normal())["dist"].loc == 3
+    saving.save(path, ANOTHER)
+    refused(r"a Normal of 2 children without keys at 'dist'.* another class", saving.plan(full, full), path)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_another_class_or_number_is_refused(path, name, is_saved):
+    saved, like = (OTHERS[name], normal()) if is_saved else (normal(), OTHERS[name])
+    saving.save(path, saved)
+    message = "'dist' is a.* of 2 children without keys.*register_pytree_with_keys"
+    for call, source in ((saving.load, path), (saving.plan, path), (saving.plan, saved)):
+        refused(message, call, source, like)
+    plan = saving.plan(path, like, strict=False)
+    assert any("register_pytree_with_keys" in why for why in plan.disagrees)
+    assert all(a is b for a, b in zip(jax.tree.leaves(plan(path)), jax.tree.leaves(like), strict=True))

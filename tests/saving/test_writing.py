@@ -197,8 +197,7 @@ def other(trained, tmp_path_factory, request):
         "from tests.saving.test_writing import *\n"
         f"saves_that_end_early({folders[0]!r}, {is_long})\n"
         f"processes_at_one_file({folders[1]!r}, {is_long})\n"
-        "fresh = {form: begun(5, tx) for form, tx in TXS.items()}\n"
-        f"saving.save('{trained[0]}/after', step(saving.load('{trained[0]}/before', fresh)))\n"
+        f"saving.save('{trained[0]}/after', step(saving.load('{trained[0]}/before', begun(5))))\n"
         "receive()"
     )
     arguments, root = [sys.executable, "-W", "ignore", "-c", code], pathlib.Path(__file__).parents[2]
@@ -207,30 +206,33 @@ def other(trained, tmp_path_factory, request):
         process.stdin.close()
 
 
-def begun(seed, tx):
-    shared = ramp(2, 3, start=seed)
-    model = {"embed": shared, "head": shared, "bias": ramp(3, start=seed), "n": jnp.asarray(np.int32(seed))}
-    return {"model": model, "state": tx.init(model), "average": tp.Ema(model, 0.5), "key": jax.random.key(seed)}
+def begun(seed):
+    runs = {"key": jax.random.key(seed)}
+    for form, tx in TXS.items():
+        shared = ramp(2, 3, start=seed)
+        model = {"embed": shared, "head": shared, "bias": ramp(3, start=seed), "n": np.array(seed, np.int32)}
+        runs[form] = {"model": model, "state": tx.init(model), "average": tp.Ema(model, 0.5)}
+    return runs
 
 
 @tp.jit
 def step(runs):
-    done = {}
+    key, now = jax.random.split(runs["key"])
+    noise, done = jax.random.uniform(now, (3,)), {"key": key}
     with jax.numpy_dtype_promotion("standard"):
-        for name, run in runs.items():
-            model, (key, now) = run["model"], jax.random.split(run["key"])
-            noise = jax.random.normal(now, (3,))
-            grads = {"embed": jnp.cos(model["embed"]) * noise[None], "bias": noise}
-            model, state = optim.step(TXS[name], grads, run["state"], model)
+        for form, tx in TXS.items():
+            run, grads = runs[form], {"embed": jnp.cos(runs[form]["model"]["embed"]) * noise[None], "bias": noise}
+            model, state = optim.step(tx, grads, run["state"], run["model"])
             model |= {"n": model["n"] + 1}
-            done[name] = {"model": model, "state": state, "average": run["average"].update(model), "key": key}
+            done[form] = {"model": model, "state": state, "average": run["average"].update(model)}
     return done
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder, runs = tmp_path_factory.mktemp("states"), {form: begun(3, tx) for form, tx in TXS.items()}
-    for tx, run in zip(TXS.values(), runs.values(), strict=True):
+    folder, runs = tmp_path_factory.mktemp("states"), begun(3)
+    for form, tx in TXS.items():
+        run = runs[form]
         run["state"] = taken(run["state"])
         for trainable in ("bias", None):  # a part is frozen for a step, and thawed
             run["state"] = taken(optim.set_trainable(tx, run["state"], run["model"], trainable), 1)
@@ -240,25 +242,24 @@ def trained(tmp_path_factory):
 
 def test_training_goes_on_in_another_process_bit_for_bit(trained, other):
     folder, runs = trained
-    assert [[int(count) for count in run["state"].counts] for run in runs.values()] == [[4, 3]] * 3
+    assert [list(map(int, runs[form]["state"].counts)) for form in TXS] == [[4, 3]] * 3
     want = step(runs)
     assert assert_bits(saving.load(folder / "after", want), want) > 30
 
 
-def forks_that_end(count, work):
+def endings_of_forks(*works):
+    """What works return in processes of their own that begin together, each a small number; or minus its signal."""
     ready, go = os.pipe()
-    results, children = os.pipe(), []
-    for number in range(count):
-        child = os.fork()
-        if child == 0:
+    children = []
+    for work in works:
+        children.append(os.fork())
+        if children[-1] == 0:
             os.close(go)
             os.read(ready, 1)  # ends when all are there
-            os.write(results[1], work(number).to_bytes(4, "little"))
-            os._exit(0)
-        children.append(child)
+            os._exit(work())
     os.close(go)
-    assert {os.waitpid(child, 0)[1] for child in children} == {0}
-    return sum(int.from_bytes(os.read(results[0], 4), "little") for _ in children)
+    os.close(ready)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def error_of_a_save(path, fill):
@@ -274,22 +275,23 @@ def processes_at_one_file(folder, is_long):
     many, rounds = {f"w{i}": np.full(50 + i, i, "f") for i in range(8)}, 2000 if is_long else 20
 
     def errors_of_a_saver(number):
-        return sum(error_of_a_save(path, number) != "" for _ in range(rounds))
+        return any(error_of_a_save(path, number) for _ in range(rounds))
 
     def errors_of_a_reader(number):
-        return sum(bool((names[f"w{i % 8}"] != i % 8).any()) for i in range(number, number + 25 * rounds))
+        return any((names[f"w{i % 8}"] != i % 8).any() for i in range(number, number + 25 * rounds))
 
-    errors = forks_that_end(8, errors_of_a_saver)
+    savers, readers = ([functools.partial(of, i) for i in range(8)] for of in (errors_of_a_saver, errors_of_a_reader))
+    of_savers = endings_of_forks(*savers)
     found, left = saving.load(path, tree_of(0)), names_in(path.parent)
     is_whole = [np.unique(found[name].real).tolist() for name in ("first", "z", "low")]
     saving.save(path, many)
     names = saving.names(path)
-    print(json.dumps([errors, is_whole, left, forks_that_end(8, errors_of_a_reader)]))
+    print(json.dumps([of_savers, is_whole, left, endings_of_forks(*readers)]))
 
 
 def test_processes_that_save_to_one_path_or_read_from_one_file(other):
-    errors, values, left, wrong_reads = other[1][1]
-    assert (errors, left, wrong_reads) == (0, ["shared"], 0)
+    of_savers, values, left, of_readers = other[1][1]
+    assert (of_savers, left, of_readers) == ([0] * 8, ["shared"], [0] * 8)
     assert values in [[[number]] * 3 for number in range(8)]  # all of one saver
 
 
@@ -302,12 +304,12 @@ def saves_that_end_early(folder, is_long):
         saving.save(path, tree_of(1))
         assert names_in(path.parent) == ["m"]
 
-    def in_a_fork(prepare, argument):
-        child = os.fork()
-        if child == 0:
+    def save_in_a_fork(prepare, argument):
+        def work():
             prepare(argument)
-            os._exit(error_of_a_save(path, 2) != "")
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            return error_of_a_save(path, 2) != ""
+
+        (code,) = endings_of_forks(work)
         return signal.Signals(-code).name if code else "done"
 
     def kill_at_line(count):
@@ -331,11 +333,11 @@ def saves_that_end_early(folder, is_long):
     saving.save(path, tree_of(1))
     places, line, ending = np.linspace(0, path.stat().st_size - 1, 5).astype(int).tolist(), 0, ""
     while ending != "done":
-        ending = in_a_fork(kill_at_line, line)
+        ending = save_in_a_fork(kill_at_line, line)
         report("killed", ending)
         line += 1 if is_long else 4
     for at in places:
-        report("cut", in_a_fork(kill_at_byte, at))
+        report("cut", save_in_a_fork(kill_at_byte, at))
         resource.setrlimit(resource.RLIMIT_FSIZE, (at, resource.RLIM_INFINITY))
         ending = error_of_a_save(path, 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
