@@ -168,12 +168,12 @@ def rows(name: str, call: Callable[..., object], table: list[Any], forms: Any = 
 
 
 one, TREE_AND_STACKS = optax.sgd(1.0), (optim.trainable, STACKS)
-SAME = "two groups have the same name"
+three, SAME = lambda t: t.dict | {"a": t.x}, "two groups have the same name"
 GROUPS = [  # and the default
-    (({"w": one}, None), ValueError, r"trained, but in no group: 'b'; write optim.groups.*default="),
+    (({"w": one}, None), ValueError, r"trained, but in no group: 'a', 'b'; write optim.groups.*default="),
     (({"ww": one, "**": one}, None), ValueError, "'ww' selects nothing; nearest: 'w'"),
     (({("w", "nope"): one}, one), ValueError, "'nope' selects nothing"),
-    (({lambda model: model["w"]: one, lambda model: model["b"]: one}, None), ValueError, SAME),
+    (({lambda model: model["w"]: one, lambda model: [model["a"], model["b"]]: one}, None), ValueError, SAME),
     (({"default": one}, one), ValueError, SAME),
 ]
 scaled = lambda of: optim.scaled(of) if isinstance(of, dict | list) else of
@@ -247,8 +247,8 @@ in_a_trace = lambda t: jax.jit(lambda state: optim.set_trainable(t.tx, state, t.
 other = lambda t: optim.set_trainable(t.tx, optim.trainable(MOMENTUM).init(t.model), t.model, "layers.0")
 
 ADAPTED: list[Row] = [
-    *rows("groups", lambda form, t, of: form(optim.groups(*of)).init(t.dict), GROUPS, TREE_AND_STACKS),
-    *rows("report", lambda form, t, of: optim.report(form(optim.groups(*of)), t.dict), GROUPS, TREE_AND_STACKS),
+    *rows("groups", lambda form, t, of: form(optim.groups(*of)).init(three(t)), GROUPS, TREE_AND_STACKS),
+    *rows("report", lambda form, t, of: optim.report(form(optim.groups(*of)), three(t)), GROUPS, TREE_AND_STACKS),
     *rows("max_norm", lambda _, t, bad: optim.clip_by_global_norm(bad), MAX_NORM),
     *rows("factors", lambda form, t, of: form(scaled(of), "!b").init(t.dict), FACTORS, FORMS),
     *rows("adjust", adjusted, HYPERPARAMETERS),

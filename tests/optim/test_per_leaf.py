@@ -15,7 +15,6 @@ import treeparams as tp
 from treeparams import optim
 from treeparams.optim._per_leaf import coupling
 
-from ..long import some
 from ..zoo import STACKS, VECTOR, assert_close, assert_same, enable_x64, first_devices, ramp
 from .shared import FORMS
 
@@ -314,11 +313,7 @@ RIGHT = ELEMENT_WISE | {
 WIDE = ("memory", "MultiSteps", "another", "mechanize")  # in which indices of 64 bits are of two dtypes
 
 
-CASES = [(name, False) for name in RIGHT] + [(name, True) for name in WIDE]
-SIMILAR = "adabelief adadelta adagrad adamax adamaxw adan amsgrad nadam nadamw radam rprop yogi acprop ademamix madgrad"
-
-
-@pytest.mark.parametrize(("name", "is_wide"), some(CASES, [(name, False) for name in SIMILAR.split()]))
+@pytest.mark.parametrize(("name", "is_wide"), [*[(name, False) for name in RIGHT], *[(name, True) for name in WIDE]])
 def test_takes_what_treats_elements_alike(name, is_wide):
     form = STACKS if name in ("our clip", "MultiSteps", "ema") and not is_wide else VECTOR
     with enable_x64(is_wide):

@@ -2,6 +2,7 @@
 follows another's clock."""
 
 import dataclasses
+import functools
 import pickle
 
 import equinox as eqx
@@ -83,10 +84,11 @@ def test_what_freezes_thaws_and_begins_anew_is_each_leafs_own_run(name):
         want |= {path: begun(path, want[path][0]) for path in (tp.trainables(model, anew) if anew else ())}
         waiting, missing = waiting if name == "rows of momentum" else (), missing if "momentum" in name else ()
         pulled = lambda path, leaf, missing=missing: None if named(path) in missing else np.sin(np.asarray(leaf))
-        for time in range(count):
-            grads = jax.tree.map_with_path(pulled, model)
-            active = dict.fromkeys(waiting, jnp.array(False) if time else False)
-            model, state = optim.step(tx, grads, state, model, **({"active": active} if waiting else {}))
+        active = dict.fromkeys(waiting, False if anew else jnp.array(False))
+        step_all = functools.partial(optim.step, tx, **({"active": active} if waiting else {}))
+        step_all = step_all if form is optim.trainable else jax.jit(step_all)  # of one shape, or of several
+        for _ in range(count):
+            model, state = step_all(jax.tree.map_with_path(pulled, model), state, model)
             for path in {*state.layout.paths} - {*missing, *waiting}:
                 leaf, own, taken = want[path]
                 step, own = rules[path].update(np.sin(np.asarray(leaf)), own, leaf)
