@@ -99,9 +99,8 @@ def dumps(
             differ = [name for name in inventory.kinds | its.kinds if inventory.kinds.get(name) != its.kinds.get(name)]
             differ += [what for what in ("ties", "frozen", "layout") if words.get(what) != theirs.get(what)]
             if differ:
-                raise ValueError(
-                    f"since=(version, before): `before` and the model differ at {first_few(sorted(differ))}"
-                )
+                where = first_few(sorted(differ))
+                raise ValueError(f"since=(version, before): `before` and the model differ at {where}")
         rows = {name: _rows_of(old[name], part, inventory.kinds[name].itemsize) for name, part in parts.items()}
         checksum = _checksum_of(inventory.kinds, old)
     changed = {name: each for name, each in rows.items() if each is not None}

@@ -54,35 +54,31 @@ class Reading:
         wrong = self._differences()
         if wrong:
             raise ValueError(f"{file.source.name} does not fit the tree:\n{first_lines(wrong, 20)}")
-        known, ties = contents.aliases, file.words["ties"].items()
-        its = [(leaves[alias], leaves[source], transforms) for alias, (source, transforms) in ties]
-        contents.aliases = {
-            i: Alias(i, source, known[i].transforms if transforms else ()) for i, source, transforms in its
-        }
+        known = contents.aliases
+        ties = [(leaves[alias], leaves[source], said) for alias, (source, said) in file.words["ties"].items()]
+        contents.aliases = {i: Alias(i, source, known[i].transforms if said else ()) for i, source, said in ties}
 
     def tree(self, arrays: Iterator[tuple[str, Any]]) -> PyTree:
         """Returns the tree with the arrays, numbers and texts of a file that fits."""
-        contents, leaves, file = self.contents, self.leaves, self._file
 
         def with_its_leaf(name_and_array: tuple[str, Any]) -> tuple[int, Like]:
             """Of one array; `map` releases it before the next one is read."""
-            name, array = name_and_array
-            return leaves[name], (name, array, contents.leaves[leaves[name]])
+            (name, array), i = name_and_array, self.leaves[name_and_array[0]]
+            return i, (name, array, self.contents.leaves[i])
 
-        with file.understood():
-            numbers = {leaves[name]: from_words(said) for name, said in file.words["values"].items()}
+        with self._file.understood():
+            numbers = {self.leaves[name]: from_words(said) for name, said in self._file.words["values"].items()}
         values = dict(placed_in_turn(map(with_its_leaf, arrays))) | numbers
-        return contents.tree(contents.leaves_with(values))
+        return self.contents.tree(self.contents.leaves_with(values))
 
     # -- How they differ
 
     def _differences(self) -> list[str]:
         """Returns a sentence for each difference of a tree from a file, of the first kind of which there are any."""
-        contents, leaves, file = self.contents, self.leaves, self._file
-        paths = contents.structure.paths
+        leaves, file, paths = self.leaves, self._file, self.contents.structure.paths
         there = itertools.chain(file.specs, file.words["ties"], file.words["values"])
         pairs = ((name, paths[leaves[name]] if name in leaves else name) for name in there)
-        of_nodes = unlike_nodes(contents, file.words.get("unkeyed"), pairs, file.noun)
+        of_nodes = unlike_nodes(self.contents, file.words.get("unkeyed"), pairs, file.noun)
         return (
             list(dict.fromkeys(of_nodes.values()))
             or list(self._unlike_states())
@@ -99,10 +95,8 @@ class Reading:
         # Equal names, however many, are never those of another tree below a node, and none is missing.
         heads = heads_of(here, there) if here.keys() != there.keys() else []
         if heads:
-            yield (
-                f"the {noun} has such a tree below {quoted(heads)}: load into a dictionary of all its trees, or load "
-                f"one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
-            )
+            alone = f"or load one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
+            yield f"the {noun} has such a tree below {quoted(heads)}: load into a dictionary of all its trees, {alone}"
             return
         for name in [name for name in here if name not in there]:
             hint = _ARRAYS_ALONE * (here[name] in contents.values)
@@ -168,12 +162,12 @@ class Reading:
 
     def _unlike_states(self) -> Iterator[str]:
         """Yields a sentence for each state of plain Optax: arrays of the parameters, below other names than ours."""
-        file = self._file
+        states, specs, noun = self._file.words["states"], self._file.specs, self._file.noun
         for path, words in self.contents.states_in_words.items():
-            is_ours = path in file.words["states"] or (not path and file.words["states"])
+            is_ours = path in states or (not path and states)
             start, ends = f"{path}." if path else "", tuple([f".{name}" for name, *_ in words["slots"]])
-            if not is_ours and any(name.startswith(start) and name.endswith(ends) for name in file.specs):
-                what = f"the state at {path!r} is one of plain Optax in the {file.noun}, of optim.trainable in the tree"
+            if not is_ours and any(name.startswith(start) and name.endswith(ends) for name in specs):
+                what = f"the state at {path!r} is one of plain Optax in the {noun}, of optim.trainable in the tree"
                 how = "load it into a state of plain Optax, and write state = optim.from_optax(tx, state, model)"
                 yield f"{what}: {how}"
 
@@ -240,10 +234,8 @@ def _unlike_node(contents: Contents, there: Any, here: Any, at: tuple[str, str],
     says = f"{at[0]!r} is {theirs} in the {noun}, {ours} in the tree, so nothing tells which child is which; "
     if is_state:
         return f"{says}save a state and its model in one tree, (model, state), and load them into one: so it has names"
-    return (
-        f"{says}register the class with jax.tree_util.register_pytree_with_keys, or write a plan that renames each of "
-        f"its arrays, rename={{{join_path([at[0], '0'])!r}: ...}}"
-    )
+    plan = f"write a plan that renames each of its arrays, rename={{{join_path([at[0], '0'])!r}: ...}}"
+    return f"{says}register the class with jax.tree_util.register_pytree_with_keys, or {plan}"
 
 
 def _pieces_in(words: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[Any, Any]]:

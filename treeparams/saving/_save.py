@@ -98,7 +98,6 @@ def stored_in(model: PyTree, instead: str) -> tuple[Inventory, dict[str, Any], d
     if lost:
         raise TypeError(first_lines(lost))
     paths, names = contents.structure.paths, contents.names
-    values = {name_of(paths[i]): value for i, value in contents.values.items()}
     with naming_deleted(model):
         contents.store_what_differs()
         stored, frozen = contents.stored, contents.frozen
@@ -108,7 +107,7 @@ def stored_in(model: PyTree, instead: str) -> tuple[Inventory, dict[str, Any], d
         "states": contents.states_in_words,
         "restructures": {path: places_in_words(each) for path, each in contents.of_class(Restructure).items()},
         "frozen": [name for name, i in stored.items() if i in frozen],
-        "values": values,
+        "values": {name_of(paths[i]): value for i, value in contents.values.items()},
         "unkeyed": contents.structure.unkeyed,
     }
     return inventory, {name: contents.leaves[i] for name, i in stored.items()}, words
@@ -158,10 +157,9 @@ def _arrays_held_by(leaf: object) -> list[Any]:
 
 def _is_foreign(value: object) -> bool:
     """Returns whether a value is an array that JAX does not support: of texts, of times, or of another library."""
-    kind = type(value)
     if isinstance(value, np.ndarray):
         return value.dtype != object and not is_array(value)
-    return hasattr(kind, "shape") and hasattr(kind, "dtype") and not isinstance(value, np.generic)
+    return all(hasattr(type(value), name) for name in ("shape", "dtype")) and not isinstance(value, np.generic)
 
 
 # -- Reading -----------------------------------------------------------------------------------------------------------
