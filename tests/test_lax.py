@@ -519,7 +519,7 @@ MODELS = st.lists(st.sampled_from(PARTS), max_size=3).map(lambda parts: {"w": ra
 @standard
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*floats? in")
-@hypothesis.settings(deadline=None, max_examples=4, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=3, derandomize=True)
 @hypothesis.given(MODELS, st.lists(NESTINGS, min_size=1, max_size=2), st.booleans())
 def test_random_models_in_random_nestings_are_as_in_unrolled_python(model, programs, is_copy):
     counter = jnp.array(0)
