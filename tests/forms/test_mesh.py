@@ -273,7 +273,7 @@ def test_views_of_stacks_over_devices(kind, within):
         assert_equal(own, LAYERS["layers"][1]["w"])
         assert spec_of(own) == ("x", None)
         cases = (
-            ("layers.1.w", put(ramp(4, 2, start=5), mesh, "x", None), {"layers.1.w": ramp(4, 2, start=5)}),
+            ("layers.1.w", put(ramp(4, 2, start=5), mesh, None, "x"), {"layers.1.w": ramp(4, 2, start=5)}),
             (["head", "layers.1.b"], TWELVE, {"head": TWELVE[:8].reshape(4, 2), "layers.1.b": TWELVE[8:]}),
             ("layers.1.w", 3.0, {"layers.1.w": 3.0}),
             ("layers.0", None, {f"layers.0.{name}": LAYERS["layers"][0][name] for name in "bw"}),  # its own values
