@@ -53,7 +53,7 @@ def copy(tree: M) -> M:
     leaves, treedef = flatten(tree)
     distinct = {id(leaf): leaf for leaf in leaves}
     with naming_deleted(tree):
-        copies = {number: copy_leaf(leaf) for number, leaf in distinct.items()}
+        copies = {identity: copy_leaf(leaf) for identity, leaf in distinct.items()}
     return jtu.tree_unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 

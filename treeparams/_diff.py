@@ -156,11 +156,12 @@ def _leaf_rows(
         yield Difference(path, "weak type", describe(one) + ", weak" * weak[0], describe(other) + ", weak" * weak[1])
     if one.shape == other.shape and _is_concrete(here) and _is_concrete(there):
         if of_jax and isinstance(here, jax.Array) and isinstance(there, jax.Array):
-            is_same = here.sharding.is_equivalent_to(there.sharding, here.ndim)
-            if not is_same or here.committed != there.committed:
-                said = lambda array: _placed(array.sharding) + ", committed" * (is_same and array.committed)
-                first, second = said(here), said(there)
+            first, second = _placed(here.sharding), _placed(there.sharding)
+            if not here.sharding.is_equivalent_to(there.sharding, here.ndim):
                 yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
+            elif here.committed != there.committed:
+                words = (text + ", committed" * each.committed for text, each in ((first, here), (second, there)))
+                yield Difference(path, "sharding", *words)
         yield from _element_rows(path, here, there, tolerance)
 
 
@@ -263,7 +264,7 @@ def _missing_rows(these: Mapping[str, Any], those: Mapping[str, Any], computed: 
             heads.setdefault(join_path(its[:depth]), []).append(name)
     for head, names in heads.items():
         count = f"{len(names):,} lea{'f' if len(names) == 1 else 'ves'}"
-        yield Difference.of_one(head, Difference.in_text(these[head]) if names == [head] else count, side)
+        yield Difference.of_one(head, Difference.value_in_text(these[head]) if names == [head] else count, side)
 
 
 # -- Elements of two arrays of one shape, by value ---------------------------------------------------------------------
@@ -287,7 +288,11 @@ def _element_rows(path: str, here: Any, there: Any, tolerance: tuple[float, floa
             continue
         with np.errstate(all="ignore"):
             gaps, sizes = _gaps(x, y, nans)
-            far = (gaps > 0) & ~((gaps <= atol + rtol * sizes) & np.isfinite(gaps))
+            far = gaps > 0
+            if atol or rtol:
+                far &= ~((gaps <= atol + rtol * sizes) & np.isfinite(gaps))
+            if not far.any():
+                continue
             gaps, ratios = np.where(far, gaps, 0), np.where(far, gaps / sizes, 0)
         differing += int(np.count_nonzero(far))
         relative = max(relative, float(np.where(np.isnan(ratios), np.inf, ratios).max()))

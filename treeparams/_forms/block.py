@@ -186,7 +186,8 @@ def _cut_types(array: Any, *, shapes: _Shapes, rank: int) -> list[Any]:
 @_join_p.def_abstract_eval
 def _join_type(*arrays: Any, shapes: _Shapes, length: int, rank: int) -> Any:
     aval = _type_like(arrays[0], len(shapes[0]), (length, *shapes[0][len(shapes[0]) - rank :]), rank)
-    return aval.update(weak_type=all(array.weak_type for array in arrays))
+    is_padded = length > sum(_lengths(shapes, rank))
+    return aval.update(weak_type=not is_padded and all(array.weak_type for array in arrays))
 
 
 def _type_like(aval: Any, replaced: int, shape: tuple[int, ...], rank: int) -> Any:
@@ -200,7 +201,9 @@ def _type_like(aval: Any, replaced: int, shape: tuple[int, ...], rank: int) -> A
 # What JAX gives a rule may be NumPy's, too.
 def _transpose_cut(cotangents: Sequence[Any], array: Any, *, shapes: _Shapes, rank: int) -> list[Any]:
     length = array.aval.shape[array.aval.ndim - 1 - rank]
-    return [join([ad.instantiate_zeros(each) for each in cotangents], shapes, length, rank)]
+    # Cotangents may all be weak; a gradient has the type of what it is for.
+    strong = [jax.lax.convert_element_type(each, each.dtype) for each in map(ad.instantiate_zeros, cotangents)]
+    return [join(strong, shapes, length, rank)]
 
 
 def _transpose_join(cotangent: Any, *arrays: Any, shapes: _Shapes, length: int, rank: int) -> list[Any]:
@@ -225,8 +228,8 @@ def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple
 
     def repeated(array: Any) -> jax.Array:
         sharding = jax.typeof(array).sharding
-        spec = PartitionSpec(over, *sharding.spec)
-        return jax.lax.broadcast(array, (size,), out_sharding=over and NamedSharding(sharding.mesh, spec))
+        split = None if over is None else NamedSharding(sharding.mesh, PartitionSpec(over, *sharding.spec))
+        return jax.lax.broadcast(array, (size,), out_sharding=split)
 
     return join([repeated(array) if axis is None else next(given) for array, axis in pairs], **how), 0
 
@@ -451,8 +454,8 @@ def _columns_of(array: jax.Array, rank: int, columns: Sequence[_Column]) -> list
     # into the next node. Pieces of other nodes may lie between: they are gaps, and cut out with the rest.
     axis = array.ndim - 1 - rank
     row = array.shape[axis + 1 :]  # inside of a `shard_map` each device has its share of a row
-    shapes = [(*first.shape[: len(first.shape) - rank], *row) for first, *_ in columns]
-    sizes = np.array([first.size for first, *_ in columns], int)
+    shapes = [(*head.shape[: len(head.shape) - rank], *row) for head, *_ in columns]
+    sizes = np.array([head.size for head, *_ in columns], int)
     starts = np.array([[strip.start for strip in column] for column in columns], int)
     nodes = starts.shape[1]
     first = starts[:, 0].min()

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
 from .._slots.index import Index
-from .._slots.layout import Layout, index_of
+from .._slots.layout import Layout
 from .._slots.parts import Rest, take_apart
 from .._slots.ties import Alias
 from .._slots.where import Where, name_of, nodes_in
@@ -65,12 +65,14 @@ class _Unbuilt:
         columns: list[_Column] = []
         for leaves in zip(*(range(node.start, node.stop) for node in nodes), strict=True):
             column = tuple(map(self._place, leaves))
-            is_array = structure.is_array(leaves[0])
-            kinds = {(block, number, alias and alias.transforms) for block, number, alias in column}
-            columns.append(column if is_array and len(kinds) > 1 else column[:1])
-            keys = [] if is_array else [static_key(self.singles[number], strict=True) for _, number, _ in column]
-            for leaf, key in zip(leaves, keys, strict=False):
-                if key != keys[0]:
+            if structure.is_array(leaves[0]):
+                kinds = {(block, number, alias and alias.transforms) for block, number, alias in column}
+                columns.append(column[:1] if len(kinds) == 1 else column)
+                continue
+            columns.append(column[:1])
+            first, *keys = [static_key(self.singles[number], strict=True) for _, number, _ in column]
+            for leaf, key in zip(leaves[1:], keys, strict=True):
+                if key != first:
                     what = f"{structure.paths[leaves[0]]!r} and {structure.paths[leaf]!r}, which are not arrays, differ"
                     raise ValueError(f"{what}; turn such numbers into arrays")
         return structure.subtreedefs[nodes[0].number], len(nodes), columns
@@ -272,7 +274,7 @@ class Restructure(Generic[M]):
             ValueError: see `restructure(form)`.
             TypeError: see `restructure(form)`.
         """
-        return View(index_of(self.layout), self._form, self._form.leaves(self._whole(form)))
+        return View(self.layout, self._form, self._form.leaves(self._whole(form)))
 
     def place(self, path: str) -> tuple[str | None, str, int]:
         """Returns where a parameter is stored in the stacks.

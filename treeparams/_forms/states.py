@@ -62,9 +62,12 @@ class Owners(NamedTuple):
         cls, paths: Sequence[str], place: Place, axis: int | None, shapes: Sequence[tuple[int, ...]], has_rows: bool
     ) -> "Owners":
         """Returns the parameters of these shapes, whose pieces are rows or follow one another flat."""
-        joined = Block.rows if has_rows else functools.partial(Block.vector, dtype=_ANY)
         pieces = [jax.ShapeDtypeStruct(shape, _ANY) for shape in shapes]
-        return cls(tuple(paths), place, axis, Block.single(shapes[0], _ANY) if axis is None else joined(pieces))
+        if axis is None:
+            block = Block.single(shapes[0], _ANY)
+        else:
+            block = Block.rows(pieces) if has_rows else Block.vector(pieces, _ANY)
+        return cls(tuple(paths), place, axis, block)
 
 
 @dataclasses.dataclass(frozen=True)

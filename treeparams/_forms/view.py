@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._slots.index import Index, Slot
+from .._slots.layout import Layout, index_of
 from .._slots.where import Where, select
 from .._tree.text import first_few
 from .._tree.types import is_complex
@@ -47,17 +48,23 @@ class View(Mapping[str, Any]):
     neither an array nor a pytree: do arithmetic on `view.form`, and pass `view.form` to `jax.jit`.
     """
 
-    def __init__(self, index: Index, form: Form, leaves: Sequence[Any], chosen: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, layout: Layout, form: Form, leaves: Sequence[Any], chosen: tuple[int, ...] | None = None
+    ) -> None:
         """Used by this library; write `restructure.view(vector)`."""
-        self._index = index
+        self._layout = layout
         self._form = form
         self._leaves = leaves
-        self._chosen = tuple(range(len(index.slots))) if chosen is None else chosen
+        self._chosen = tuple(range(len(layout.slots))) if chosen is None else chosen
         self._inside = frozenset(self._chosen)
         # Inside of a trace all pieces are cut at once: the transpose of many slices, each by itself, is as many padded
         # additions. XLA drops the pieces that nobody reads. Outside of one, only what is read is cut.
         pairs = enumerate(zip(form.blocks, leaves, strict=True))
         self._pieces = {b: block.pieces(leaf) for b, (block, leaf) in pairs if isinstance(leaf, Tracer)}
+
+    @property
+    def _index(self) -> Index:
+        return index_of(self._layout)  # which is pickled as its model's structure, and an `Index` is not
 
     @property
     def form(self) -> Any:
@@ -71,7 +78,7 @@ class View(Mapping[str, Any]):
 
     def __getitem__(self, where: Where) -> Any:
         if not self._is_path(where):
-            return View(self._index, self._form, self._leaves, self._select(where))
+            return View(self._layout, self._form, self._leaves, self._select(where))
         slot, index = self._slot(where), self._index
         leaf, source = index.structure.index[where], index.positions[slot]
         alias = next((each for each in index.aliases.get(source, ()) if each.leaf == leaf), None)

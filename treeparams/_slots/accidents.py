@@ -88,7 +88,8 @@ def _holding(structure: Structure, pair: _Pair) -> list[Node]:
     found, number, nodes = list[Node](), 0, structure.nodes
     while number < len(nodes) and nodes[number].start <= min(pair):
         is_within = max(pair) < nodes[number].stop
-        found += nodes[number : number + is_within]
+        if is_within:
+            found.append(nodes[number])
         number = number + 1 if is_within else nodes[number].last
     return found
 

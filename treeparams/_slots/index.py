@@ -456,8 +456,8 @@ class Index:
             shown = [_joined(path, list(members)) for path, members in groups]
         narrow = [self.slots[slot] for slot in self.narrow_slots]
         count, dtypes = sum(slot.size for slot in narrow), dict.fromkeys(str(slot.dtype) for slot in narrow)
-        where = f"in {first_few(list(dtypes))}, where small steps round to zero; optim.master and tp.Ema keep float32"
-        own = {"narrow": f"{count:,} trained {where}" if narrow else "", "no arrays": _no_arrays(structure)}
+        words = f"in {first_few(list(dtypes))}, where small steps round to zero; optim.master and tp.Ema keep float32"
+        own = {"narrow": f"{count:,} trained {words}" if narrow else "", "no arrays": _no_arrays(structure)}
         return Summary(rows, shown, own | dict(notes or {}))
 
 

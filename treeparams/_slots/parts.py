@@ -135,7 +135,7 @@ class Rest(Generic[M]):
         return jtu.tree_unflatten(self.treedef, index.gathers.leaves(values))
 
     def unpacked(self) -> M:
-        """Returns the tree of `of` within a function of arrays; its arrays are apart as they were outside."""
+        """Returns the tree within a function of arrays, whose arrays are apart there as they were outside."""
         keep_apart(self.arrays)
         return self.model()
 
@@ -245,7 +245,8 @@ def _each_by_itself(structure: Structure, layout: Layout) -> Index:
 
 def _nothing_trained(structure: Structure, tied: bool) -> Layout:
     first = structure.first if tied else tuple(range(len(structure.first)))
-    specs = tuple([spec and Spec((), None, False) for spec in structure.specs])
+    any_array = Spec((), None, False)
+    specs = tuple([spec and any_array for spec in structure.specs])
     # A program reads the declarations of classes while it is traced, so it serves one version of them.
     statics = (*structure.statics, ("declarations", registry.version))
     without_shapes = dataclasses.replace(structure, specs=specs, first=first, statics=statics, _memo={})

@@ -108,7 +108,7 @@ else:
         if kwargs.get("static") and (trainable or tied_to is not None):
             name = "tied_to=" if tied_to is not None else "trainable=True"
             raise ValueError(f"a static field is not part of the tree: drop `static=True` or `{name}`")
-        kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
+        kwargs["metadata"] = {**dict(kwargs.get("metadata", ())), **said}
         return eqx.field(**kwargs)
 
     # What equinox and dataclasses take is said too, for help and for the answer to an argument that there is not.

@@ -54,11 +54,11 @@ class Difference(NamedTuple):
         return f"{where} {_WORDS.get(self.what, 'is')} {self.first} {one}, {again}{self.second} {other}"
 
     @staticmethod
-    def in_text(value: object) -> str:
+    def value_in_text(value: object) -> str:
         """Returns a value and its type, shortened; for an array its dtype and shape, for a function or class its name.
 
-        >>> Difference.in_text(2.0), Difference.in_text(len), Difference.in_text(dict)
-        ('2.0 (float)', 'len (builtin_function_or_method)', 'dict')
+        >>> [Difference.value_in_text(value) for value in (2.0, len, dict)]
+        ['2.0 (float)', 'len (builtin_function_or_method)', 'dict']
         """
         return _shortened(_in_full(value))
 
@@ -285,7 +285,7 @@ class _Pair:
         if take(tree) is None:
             spec = self.structures[side].specs[tree]
             if spec is None and self.leaves is not None:
-                return Difference.in_text(self.leaves[side][tree])
+                return Difference.value_in_text(self.leaves[side][tree])
             return describe(spec) if spec else "no array"
         count = jtu.tree_structure(tree).num_leaves
         return f"{type(tree).__qualname__} of {count:,} lea{'f' if count == 1 else 'ves'}"

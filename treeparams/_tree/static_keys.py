@@ -38,17 +38,20 @@ contents: dict[type, Callable[[Any], Sequence[Any]]] = {}
 these values. Objects that are equal have equal static values, and no program could tell them apart by anything else."""
 
 
-def static_key(
-    value: Any, *, strict: bool = False, bare: list[object] | None = None, above: frozenset[int] = frozenset()
-) -> Hashable:
+def static_key(value: object, *, strict: bool = False, bare: list[object] | None = None) -> Hashable:
     """Returns a hashable key that is equal for values that are equal in type and content.
 
     Containers, dataclasses and other objects are compared by content, arrays by identity. Bare `object()`s, which have
     no content, are identified by the order in which they appear in the value, so that a key equals itself after
     pickling; with `strict` they are compared by identity. To number those of several values together, pass the list
-    `bare`, which collects them. `above` is for values within values: the identities of those that are looked into.
+    `bare`, which collects them.
     """
-    kind, bare = type(value), [] if bare is None else bare
+    return _key_of(value, strict, [] if bare is None else bare, set())
+
+
+def _key_of(value: Any, strict: bool, bare: list[object], above: set[int]) -> Hashable:
+    """Returns the key of a value within those with the identities `above`."""
+    kind = type(value)
     if kind in _SIMPLE:
         return kind, value
     if kind in (float, complex):
@@ -69,10 +72,18 @@ def static_key(
     # A value that contains itself would be walked forever. Where it comes round again its type stands for it.
     if id(value) in above:
         return kind, "contains itself"
-    key = functools.partial(static_key, strict=strict, bare=bare, above=above | {id(value)})
+    above.add(id(value))
+    try:
+        return kind, _content_of(value, lambda part: _key_of(part, strict, bare, above))
+    finally:
+        above.discard(id(value))
+
+
+def _content_of(value: Any, key: Callable[[Any], Hashable]) -> Hashable:
+    """Returns the keys of the parts of a value; of one without parts it and the key of its attributes."""
     parts = _parts(value)
     if parts is not None:
-        return kind, (frozenset if isinstance(value, Set) else tuple)(map(key, parts))
+        return (frozenset if isinstance(value, Set) else tuple)(map(key, parts))
     # Anything else: by its own `==`, where that promises not to change, and by its attributes, which do.
     try:
         state = object.__getstate__(value)
@@ -81,8 +92,8 @@ def static_key(
     try:
         hash(value)
     except TypeError:
-        return kind, key(state) if state is not None else _Identity(value, copy.deepcopy(value))
-    return kind, (value, key(state))
+        return key(state) if state is not None else _Identity(value, copy.deepcopy(value))
+    return value, key(state)
 
 
 def identical(these: Sequence[Any], those: Sequence[Any]) -> bool:
