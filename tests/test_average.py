@@ -149,6 +149,10 @@ def test_ties_and_declarations_are_those_of_the_average():
     assert got["a"] is got["b"]
     np.testing.assert_allclose(got["a"], 2 * shared, 1e-6)  # the value at the slot's own path
     np.testing.assert_array_equal(got["norm"].mean, model["norm"]["mean"])
+    models = [{"a": by * ramp(2), "b": [ramp(2, 2), by * ramp(2, start=5)]} for by in (1, 3)]
+    (old, way), (new, _) = map(tp.stack, models)
+    assert tp.ema(old, new, decay=0.5).keys() == old.keys()
+    assert_same(way(tp.ema(old, new, decay=0.5)), tp.ema(*models, decay=0.5), identity=False)
 
 
 def buffers_model(scale):

@@ -112,6 +112,8 @@ def test_errors_of_jax_name_the_argument_by_its_path():
     model = {"layers": [tied(), tied()]}
     with pytest.raises(jax.errors.TracerBoolConversionError, match=r"the argument call\['1\.0\.layers\.1\.a'\]"):
         tp.jit(lambda m: 1 if m["layers"][1]["a"][0] else 2)(model)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"the argument first\['1\.0\.layers\.1\.a'\]"):
+        tp.jit(lambda m, x: 1 if m["layers"][1]["a"][0] else 2, donate="all-except-first")(model, ramp(2))
 
 
 def test_inside_of_other_transformations():

@@ -86,12 +86,13 @@ class Jitted(Generic[P, R]):
         self._donate: Donate = donate
 
         # The whole call, function and arguments, is one `Rest`: an array that is at several paths of it is one of its
-        # leaves, whichever arguments these are in. Arrays that are not donated as the others are, those of the first
-        # argument, are passed beside it, and `None` marks their gaps.
-        def run(call: Rest[Any], first: Sequence[Any]) -> Rest[R]:
-            left = iter(first)
-            arrays = [next(left) if array is None else array for array in call.arrays]
-            return _rest_of_call(call.replaced(arrays).unpacked())
+        # leaves, whichever arguments these are in. If the arrays of the first argument are not donated, they are in
+        # another one, and `None` marks their gaps.
+        def run(call: Rest[Any], first: Rest[Any] | None) -> Rest[R]:
+            if first is not None:
+                pairs = zip(call.arrays, first.arrays, strict=True)
+                call = call.replaced([kept if array is None else array for array, kept in pairs])
+            return _rest_of_call(call.unpacked())
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._run = jax.jit(run, donate_argnums=() if donate == "none" else 0, **jit_kwargs)
@@ -118,9 +119,9 @@ class Jitted(Generic[P, R]):
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rest[Any], tuple[Any, ...]]:
+    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rest[Any], Rest[Any] | None]:
         call = Rest.of((self._fun, args, kwargs), by_shape=False)
-        return _without_first(call) if self._donate.endswith("except-first") else (call, ())
+        return _without_first(call) if self._donate.endswith("except-first") else (call, None)
 
 
 def checkpoint(
@@ -200,17 +201,17 @@ def vmap(
     return run
 
 
-def _without_first(call: Rest[Any]) -> tuple[Rest[Any], tuple[Any, ...]]:
-    """Returns the call with `None` in place of the arrays of the first argument, and these."""
+def _without_first(call: Rest[Any]) -> tuple[Rest[Any], Rest[Any]]:
+    """Returns the call with `None` in place of the arrays of the first argument, and with these alone."""
     rest, first = call.index.structure.remember("arrays of the first argument", lambda: _rest_and_first(call))
     arrays = [*call.arrays, None]
-    return call.replaced(rest(arrays)), first(arrays)
+    return call.replaced(rest(arrays)), call.replaced(first(arrays))
 
 
 def _rest_and_first(call: Rest[Any]) -> tuple[Callable[[Any], tuple[Any, ...]], ...]:
     """Returns two functions of the arrays of a call and a final `None`.
 
-    The first returns all arrays with `None` in place of those of the first argument, the second returns these.
+    The first one puts `None` in place of the arrays of the first argument, the second one in place of all others.
     """
     index, count = call.index, len(call.arrays)
     fun, args, _ = index.structure.treedef.children()
@@ -218,8 +219,8 @@ def _rest_and_first(call: Rest[Any]) -> tuple[Callable[[Any], tuple[Any, ...]], 
     # An array of the first argument is kept where it is in another argument too: it is one argument of the program.
     # `order` counts arrays first, so that the numbers of values that are no arrays lie above `count`.
     numbers = {index.gathers.order[leaf] for leaf in range(fun.num_leaves, fun.num_leaves + size)}
-    first = [i for i in range(count) if i in numbers]
-    return getter([count if i in numbers else i for i in range(count)]), getter(first)
+    of = lambda is_first: getter([i if (i in numbers) == is_first else count for i in range(count)])
+    return of(False), of(True)
 
 
 class Stage:

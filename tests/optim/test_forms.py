@@ -65,7 +65,7 @@ FALLS = optax.linear_schedule(0.1, 0.01, 3)
 _in_single = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
 _blocks = optax.centralize(), optax.adaptive_grad_clip(0.1), optax.novograd(0.1), optax.clip_by_block_rms(0.01)
 BLOCKS = optax.MultiSteps(optax.chain(*_blocks), 2).gradient_transformation()
-PLATEAU = optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)
+PLATEAU = optax.contrib.reduce_on_plateau(0.5, patience=1, rtol=0.9)
 EQUAL = {  # within `of`, over stacks, is what looks at each leaf
     "clip and rates inside": lambda of: optax.chain(clip(0.5), of(_in_single(optax.lamb)(FALLS))),
     "MultiSteps around": lambda of: optax.MultiSteps(of(optax.adafactor(0.1, min_dim_size_to_factor=4)), 2),

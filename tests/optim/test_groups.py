@@ -110,7 +110,8 @@ def test_report(without_type_checks):
     rules = optax.chain(optim.clip_by_global_norm(1.0), optim.groups({"a": optax.sgd(1.0), "b": inner}))
     report = optim.report(optim.trainable(rules, ("a", "b")), model)
     assert report.groups == {"a": "a", "b.v": "b / b.v", "b.w": "b / **"}
-    assert str(report).splitlines()[-2:] == ["b.w     2,2    float32   b / **", "frozen  3,4    bfloat16  frozen"]
+    rows = ["path    shape  dtype     group", "b.v     2      float32   b / b.v", "frozen  3,4    bfloat16  frozen"]
+    assert str(report).splitlines()[::2] == rows
     flat = optim.trainable(sgd(0.1), form="vector")
     assert str(optim.report(flat, {"a": jnp.ones(2)})).splitlines()[1:] == ["a     2      float32  trained"]
 

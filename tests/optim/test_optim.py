@@ -42,7 +42,11 @@ def test_equals_optax_over_every_model_in_each_form():
         for _ in range(2):
             updates, plain = CLIPPED.update(conjugate, plain, want)
             want = optax.apply_updates(want, updates)
-        joined = () if name in STRUCTURE_ALONE else ((VECTOR, CLIPPED), (STACKS, BY_ROW))
+        joined = (
+            ()
+            if name in STRUCTURE_ALONE and name not in ("bare array", "nested dict")
+            else ((VECTOR, CLIPPED), (STACKS, BY_ROW))
+        )
         for form, rule in ((optim.trainable, CLIPPED), *joined):
             tx, after = form(rule, rest.layout), model
             state = tx.init(model)
@@ -215,6 +219,9 @@ def test_none_is_not_zero(missing, rule):
     assert not np.array_equal(of_b(state, True), of_b(both, True))
     assert_same((of_b(after, True), of_b(after, False)), (of_b(state, True), of_b(both, False)))
     assert_close(updates, want | {"b": None}, 1e-6)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    only, _ = tx.update({"c": zero["c"]}, state, model)  # all of a group without a gradient
+    assert_close(only, want | {"a": None, "b": None}, 1e-6)
     assert optim.apply_updates(model, updates)["b"] is model["b"]
     updates, unmoved = tx.update({"b": missing}, after, model)
     assert jax.tree.leaves(updates) == []

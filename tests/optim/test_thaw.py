@@ -160,6 +160,12 @@ def test_histories_are_one_where_counts_and_all_else_that_is_shared_are_equal():
             _, state = one.update({choice: model[choice] * rate}, state, model)
         state = optim.set_trainable(one, state, model)
         assert ([int(count) for count in state.counts], len(state.runs)) == ([2], 1)
+    falls = optim.trainable(FALLING)
+    _, state = falls.update(tp.copy(model), falls.init(model), model)
+    for choice, rate in (("a", 0.08), (None, 0.07)):  # b waits, then has no gradient: it follows the run
+        _, state = falls.update({"a": model["a"]}, optim.set_trainable(falls, state, model, choice), model)
+        both = state if choice is None else optim.set_trainable(falls, state, model)
+        np.testing.assert_allclose(falls.update(tp.copy(model), both, model)[0]["b"], -1.5 * rate, 1e-5)
 
 
 def test_costs_what_optax_costs_by_hand_and_for_what_is_frozen_neither_a_backward_pass_nor_work_nor_memory():
