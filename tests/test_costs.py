@@ -59,14 +59,14 @@ def of_saving(path):
     """Of two arrays, and of their state, the second time."""
     pair, new = {"cost_a": ramp(2), "cost_b": ramp(3)}, {"cost_c": ramp(2), "cost_d": ramp(3)}
     tx, renamed = optim.trainable(optax.adam(1e-3)), {"cost_a": "cost_c", "cost_b": "cost_d"}
-    state, like, plan = tx.init(pair), tx.init(new), saving.plan(pair, new, rename=renamed)
+    state, like, plans = tx.init(pair), tx.init(new), []
     verbs = {
         "save": lambda: saving.save(path, pair),
         "load": lambda: saving.load(path, pair),
         "save, state": lambda: saving.save(path, state),
         "load, state": lambda: saving.load(path, state),
-        "plan": lambda: saving.plan(pair, new, rename=renamed),
-        "Plan.state": lambda: plan.state(state, like),
+        "plan": lambda: plans.append(saving.plan(pair, new, rename=renamed)),
+        "Plan.state": lambda: plans[-1].state(state, like),
     }
     return [{name: calls(verb) for name, verb in verbs.items()} for _ in range(2)][1]
 

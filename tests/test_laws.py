@@ -71,12 +71,13 @@ def test_the_vector_is_as_long_as_it_says(model, layout):
     @tp.jit
     def there_and_back(model):
         vector, restructure = tp.ravel(model, layout, pad_to=8)
-        return vector, restructure(vector), restructure.ravel(restructure(vector))
+        stacks, of_stacks = tp.stack(model, layout)
+        return vector, [restructure(vector), of_stacks(stacks)], restructure.ravel(restructure(vector))
 
     vector, again, same = there_and_back(model)
     assert (vector.shape, vector.dtype) == ((-(-layout.size // 8) * 8,), layout.dtype)
     assert not np.any(np.asarray(vector)[layout.size :])
-    assert_same((again, same), (model, vector), identity=False)
+    assert_same((again, same), ([model, model], vector), identity=False)
 
 
 def test_each_stack_has_a_row_for_each_slot_in_tree_order(model, layout):
@@ -154,11 +155,14 @@ def test_the_gradient_in_a_form_is_the_gradient_in_that_form(model, layout):
     def gradients(forms, params, rest):
         in_form = [jax.grad(lambda at_rest, r=r: zoo.loss(r(at_rest)))(at_rest) for at_rest, r in forms]
         in_params = jax.grad(lambda params: zoo.loss(tp.combine(params, rest)))(params)
-        in_tree = tp.grad(zoo.loss, layout)(tp.combine(params, rest))
-        return (in_form, in_params), ([restructure.ravel_gradient(in_tree) for _, restructure in forms], in_tree)
+        inside = tp.combine(params, rest)
+        in_tree = tp.grad(zoo.loss, layout)(inside)
+        walked = tp.maptrainable(lambda _, grad: grad, inside, in_tree, trainable=layout)
+        of_forms = [restructure.ravel_gradient(in_tree) for _, restructure in forms]
+        return (in_form, in_params, tp.partition(walked, layout)[0]), (of_forms, in_tree, in_tree)
 
-    (in_form, in_params), of_tree = gradients(forms, params, rest)
-    assert_close((in_form, in_params), of_tree, 1e-5)
+    (in_form, in_params, walked), of_tree = gradients(forms, params, rest)
+    assert_close((in_form, in_params, walked), of_tree, 1e-5)
     if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(model)):  # of arrays alone law 8 says it
         assert_close(in_params, tp.grad(zoo.loss, layout)(model), 1e-5)  # and the same outside of `jit`
 

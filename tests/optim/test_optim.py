@@ -42,11 +42,8 @@ def test_equals_optax_over_every_model_in_each_form():
         for _ in range(2):
             updates, plain = CLIPPED.update(conjugate, plain, want)
             want = optax.apply_updates(want, updates)
-        joined = (
-            ()
-            if name in STRUCTURE_ALONE and name not in ("bare array", "nested dict")
-            else ((VECTOR, CLIPPED), (STACKS, BY_ROW))
-        )
+        is_joined = name not in STRUCTURE_ALONE or name in ("bare array", "nested dict")
+        joined = ((VECTOR, CLIPPED), (STACKS, BY_ROW)) if is_joined else ()
         for form, rule in ((optim.trainable, CLIPPED), *joined):
             tx, after = form(rule, rest.layout), model
             state = tx.init(model)
