@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -53,13 +54,13 @@ def of_form(stacks, restructure, tokens):
     return ending(x, restructure.part(stacks, "head"), tokens)
 
 
-def compiled(mesh, form="tree", rules=None, tx=TX, layers=LAYERS, **options):
+def compiled(mesh, form="tree", rules=None, tx=TX, layers=LAYERS, compiler=None, **options):
     shapes = jax.eval_shape(lambda: make(layers))
     plan = sharding.plan(shapes, mesh, rules or {"**": "split"}, form=form)
     loss = of_form if "loss_takes" in options else of_model
     init, step = sharding.make_step(loss, tx, plan, **options)
     tokens = jax.ShapeDtypeStruct((16, TOKENS), jnp.int32, sharding=plan.batch)
-    return step.lower(*init(shapes), tokens).compile()
+    return step.lower(*init(shapes), tokens).compile(compiler_options=compiler)
 
 
 @functools.cache
@@ -108,6 +109,17 @@ def test_on_cpu_gradients_are_reduced_and_then_divided(form):
     found = moved(compiled(mesh_of(8), form, layers=0))
     assert found.bytes <= 3.2 * tp.layout(jax.eval_shape(lambda: make(0))).nbytes
     assert "reduce-scatter" not in found.counts
+
+
+@pytest.mark.parametrize("options", [{}, {"form": "stacks"}, SCAN], ids=["tree", "stacks", "scanned"])
+def test_weights_are_gathered_in_the_dtype_of_the_loss(options, tmp_path):
+    """Read where XLA divides the program: for CPU it widens narrow floats later."""
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning"}
+    compiled(mesh_of(8), layers=1, compiler=dump, compute_dtype=jnp.bfloat16, **options)
+    (path,) = tmp_path.glob("*after_spmd-partitioning*")
+    gathered = re.findall(r"= (b?f\d+)\[\S* all-gather\(", path.read_text())
+    assert len(gathered) > 2
+    assert set(gathered) == {"bf16"}
 
 
 def test_what_the_counter_reads():

@@ -285,11 +285,13 @@ class Loss:
         """Returns parameters and the rest in the dtypes of the loss, so that narrow ones are moved, and whole."""
         axes, placement = self.placement.axes, self.placement
         specs = placement.frozen.specs(rest)
-        leaves, rest = self.compute.params(jtu.tree_leaves(params)), self.compute.rest(rest)
-        if self.is_lazy:
-            return self._divided(leaves), rest
-        frozen, treedef = jtu.tree_flatten(rest)
+        # Laid where they rest, too, after the cast: otherwise XLA makes them whole first, and casts them then.
+        leaves = list(map(self._constrained, self.compute.params(jtu.tree_leaves(params)), placement.specs))
+        frozen, treedef = jtu.tree_flatten(self.compute.rest(rest))
         of_rest = jtu.tree_leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+        frozen = list(map(self._constrained, frozen, of_rest))
+        if self.is_lazy:
+            return self._divided(leaves), treedef.unflatten(frozen)
         frozen = list(map(self._constrained, frozen, map(axes.gathered, of_rest)))
         leaves = list(map(self._constrained, leaves, map(axes.gathered, placement.specs)))
         return leaves, treedef.unflatten(frozen)
