@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import random
 import re
 
 import jax
@@ -115,7 +116,8 @@ def test_on_cpu_gradients_are_reduced_and_then_divided(form):
 def test_weights_are_gathered_in_the_dtype_of_the_loss(options, tmp_path):
     """Read where XLA divides the program: for CPU it widens narrow floats later."""
     dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning"}
-    compiled(mesh_of(8), layers=1, compiler=dump, compute_dtype=jnp.bfloat16, **options)
+    tx = optax.sgd(random.random())  # else the program may be one that was kept, and nothing is dumped
+    compiled(mesh_of(8), layers=1, tx=tx, compiler=dump, compute_dtype=jnp.bfloat16, **options)
     (path,) = tmp_path.glob("*after_spmd-partitioning*")
     gathered = re.findall(r"= (b?f\d+)\[\S* all-gather\(", path.read_text())
     assert len(gathered) > 2
