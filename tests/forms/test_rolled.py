@@ -324,13 +324,16 @@ def a_net(n, kind, has, seed=0):
     return net, stacks
 
 
-@pytest.mark.parametrize(("kind", "has"), [("index", ("jit", "stem", "skip")), ("chain", ("jit",))])
+OF_KEYS = [("index", ("jit", "stem", "skip")), ("chain", ("jit",)), ("fold", ("counter", "all", "first", "head"))]
+
+
+@pytest.mark.parametrize(("kind", "has"), OF_KEYS)
 def test_layers_may_split_their_keys_and_be_compiled_by_themselves(kind, has):
     net, stacks = a_net(3, kind, has)
     assert same_or_said(net, stacks, jnp.ones(3), jax.random.key(0))
 
 
-@pytest.mark.parametrize("seed", some(range(200), {*range(200)} - {1}))
+@pytest.mark.parametrize("seed", some(range(200), {*range(200)} - {168}))  # which has what no row above has
 def test_random_nets(seed):
     rng = np.random.default_rng(seed)
     names = ("total", "head", "skip", "counter", "stem", "jit", "first", "all")

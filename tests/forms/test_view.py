@@ -1,6 +1,7 @@
 """Names over a vector and over stacks."""
 
 import collections
+import pickle
 import re
 
 import jax
@@ -31,7 +32,8 @@ ROW_STACKS, ROW_WAY = tp.stack(MIXED, TIED)
 ROWS = ROW_WAY.view(ROW_STACKS)
 
 
-@pytest.mark.parametrize("name", some(ZOO, [*STRUCTURE_ALONE, "numpy leaves"]))
+# The first two have paths of a kind of their own: one is empty, one is quoted.
+@pytest.mark.parametrize("name", some(ZOO, [*STRUCTURE_ALONE[2:], "numpy leaves"]))
 def test_a_view_is_a_mapping_of_what_is_trained(name):
     made = ZOO[name].make()
     layout = ZOO[name].layout(made)
@@ -114,6 +116,14 @@ FORMS = {
     "stacks": (ROW_STACKS, ROW_WAY),
     "groups": tp.stack(MIXED, TIED, groups={"heads": ["head", "c"], "rest": "**"}),
 }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_pickled_with_its_arrays(form):
+    at_rest, restructure = FORMS[form]
+    for view in (restructure.view(at_rest), restructure.view(at_rest)["layers.1"]):
+        again = pickle.loads(pickle.dumps(view))
+        assert_same((dict(again), again.form), (dict(view), at_rest))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -143,7 +143,7 @@ def test_values_do_not_count_but_structure_does():
     assert {tp.layout(other) for other in alike} == {layout}
     differ = [weight(ramp(2, 4)), *map(bias, (ramp(2, dtype=jnp.bfloat16), None, model.scale))]
     differ += [eqx.tree_at(lambda m: m.count, model, ramp(3)), *(net(config=each) for each in ([2], [2.0], [True]))]
-    assert tp.layout(net(7, config=[2])) == tp.layout(net(config=[2]))
+    assert len({tp.layout(net(7, config=[2])), tp.layout(net(config=[2]))}) == 1
     layouts = [layout, layout.freeze("first.bias"), *(tp.layout(other, thaw="scale") for other in differ)]
     assert len(set(layouts)) == len(layouts)
     assert layout != "a layout"

@@ -302,6 +302,7 @@ ROWS = [
     (lambda: tp.declare(Language, ties={"bias": "wieght.0"}), ValueError, "no field for 'wieght.0'; nearest: 'weight'"),
     (lambda: tp.declare(Codec, ties={"decoder": 3}), TypeError, "tp.declare, 'decoder': a tie needs a path .*, got 3"),
     # masks, and what selects frozen leaves alone
+    masked({"a": True}, "a mask must have the structure of the model, .* at every leaf; 'b' is only in the model"),
     masked({"a": True, "b": {"c": True, "d": True}}, r"'b.d' is only in the mask"),
     masked({"a": True, "b": {"c": True}, "n": True}, r"'n' is None in the model, .* in the mask"),
     masked({"a": True, "b": Pair(True, True)}, r"'b' is a dict in the model, a Pair in the mask"),
