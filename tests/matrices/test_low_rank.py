@@ -170,15 +170,16 @@ def test_an_ensemble():
 
 
 def test_within_other_matrices_and_over_them_it_is_folded_in_too():
-    m, over = low_rank(42, 3, 3), matrices.LowRank(svd(4, 3, 3), normal(5, 3, 1), normal(6, 1, 3))
+    m, over = low_rank(42, 3, 3), matrices.LowRank(svd(4, 3, 4), normal(5, 3, 1), normal(6, 1, 4))
     imputing, changed = matrices.PreImputing(m.T, normal(41, 3)), matrices.LowRank.random(m.T, 1, key=KEY)
-    twice = matrices.LowRank(over, normal(7, 3, 1), normal(8, 1, 3))
+    twice = matrices.LowRank(over, normal(7, 3, 1), normal(8, 1, 4))
     assert tp.layout(twice).paths == ("a", "b")
     model = {"transposed": m.T, "product": m @ m.T, "sum": m + 2 * m, "imputing": imputing, "changed": changed}
     model |= {"twice": twice}
     merged = matrices.merge(model)
     assert "LowRank" not in repr(merged)
-    products = lambda model: [(matrix @ jnp.ones(3), jnp.ones(3) @ matrix) for matrix in model.values()]
+    both = lambda matrix: (matrix @ jnp.ones(matrix.shape[1]), jnp.ones(matrix.shape[0]) @ matrix)
+    products = lambda model: [both(matrix) for matrix in model.values()]
     of_dense = lambda twice: twice.base.to_dense() + twice.a @ twice.b
     run = jax.jit(
         lambda *models: ([products(each) for each in models], (models[0]["twice"], of_dense(models[1]["twice"])))

@@ -158,6 +158,7 @@ EVERY_TIME = {"tanh", "sqrt", "integer powers", "powers of two series", "quotien
     "extremes", "sorting", "indices", "slices at", "windows", "matrix products", "batched products", "convolutions",
     "a number", "a jitted number", "no dependence, later", "a rule for jvp",
     "a flipped rule for jvp", "precision", "checkpoint", "softmax", "restructure", "empty", "waves", "complex results",
+    "entropy",
 }  # fmt: skip
 
 
@@ -170,6 +171,7 @@ def test_it_is_the_trace(name):
     tolerance = 1e-6 if name == "restructure" else 1e-11
     for each, by_hessian in zip(got, want, strict=True):
         np.testing.assert_allclose(each, by_hessian, tolerance, tolerance)
+        assert jnp.shape(each) == jnp.shape(by_hessian)
 
 
 # -- Beyond the rules
@@ -221,7 +223,7 @@ def test_a_chain_with_many_ends_is_traced_in_linear_time(monkeypatch):
 
 
 def test_its_gradient_and_curvature_are_those_of_the_trace():
-    mlp = filled(eqx.nn.MLP, 3, "scalar", 3, 1, jnp.tanh)
+    mlp = filled(eqx.nn.MLP, 3, "scalar", 3, 1, lambda x: x * jnp.tanh(x))
     params, rest = tp.partition(mlp, "!layers.1.bias")
     x, direction = np.sin(np.arange(6, dtype=np.float32)).reshape(2, 3), np.ones(rest.layout.size, np.float32)
 
@@ -248,6 +250,8 @@ def test_of_other_arguments_shapes_and_dtypes():
     np.testing.assert_allclose(got, [40.0, 40, 40])
     assert (half.dtype, wide.dtype, half, number) == (jnp.bfloat16, jnp.float32, 24, 12)
     np.testing.assert_allclose(wide, 8 * np.cos(2), 1e-2)
+    own = nested.input_laplacian(lambda model, x: model, full=True)(jnp.float32(3), jnp.ones(2))
+    assert [(each.shape, float(each.sum())) for each in own] == [((), 3), ((2,), 0), ((), 0)]
 
 
 def _of_mlp(activation, laplacian):

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.timeout
 def model_of():
     draw = np.random.default_rng(0)
     matrix = lambda *shape: jnp.asarray(draw.normal(size=shape) * 0.4)
-    shared, layers = matrix(16, 8), [{"b": matrix(8), "w": matrix(8, 8)} for _ in range(2)]
-    model = {"e": shared, "f": matrix(8, 8), "h": shared, "l": layers, "o": matrix(8, 5)}
+    shared, layers = matrix(16, 8), [{"b": matrix(8), "w": matrix(8, 8)} for _ in range(3)]
+    model = {"e": shared, "f": matrix(8, 8), "h": shared, "l": layers, "o": matrix(8, 6)}
     return model | {"key": jax.random.key(1), "n": 3}
 
 
@@ -37,12 +37,14 @@ SCHEDULED = optax.adam(optax.linear_schedule(1e-2, 1e-3, 8))
 CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation())
 MUON, FACTORED = optax.contrib.muon(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=4)
 SPLIT, SMALL = {"**": "split"}, {"o": "whole", "**": "split"}
+# Of the layers' matrices two are owned: rows of one shape that four or eight devices do not divide.
 MANY = {"l.0": "whole", "l.*.w": "owned", "**": "split"}
+OTHERS = {"l.1": "split", "l.*.w": "owned", "**": "whole"}
 TOLERANCES = (1e-10, 1e-10), (1e-6, 1e-6)
 CASES = {  # form, rule, rules by numbers of devices; three pad a vector in another way than eight
     "tree": ("tree", SCHEDULED, {8: SMALL, 1: None}),
     "vector": ("vector", CLIPPED, {3: {"f": "whole", **SPLIT}, 8: SPLIT}),
-    "one shape in many ways": ("stacks", FACTORED, {8: MANY, 4: {"l.1": "split", "**": "whole"}}),
+    "one shape in many ways": ("stacks", FACTORED, {8: MANY, 4: OTHERS}),
     "tree, thrice": ("tree", SCHEDULED, {8: SMALL, 4: SPLIT, 1: None}),
     "vector, thrice": ("vector", CLIPPED, {8: SPLIT, 4: {"**": "whole"}, 1: SPLIT}),
     "owned": ("stacks", MUON, {8: {"**": "owned"}, 4: SPLIT, 1: None}),
@@ -92,3 +94,6 @@ def test_where_a_file_needs_no_other_form_it_is_the_arrays_themselves():
     params, state = init(model_of())
     assert step.to_file(params, state) == (params, state)
     assert set(params) == set(tp.stack(model_of(), "!f")[0])
+    rules = {"f": "whole", **SPLIT}
+    vectors = [sharding.plan(plan.layout, mesh_of(count), rules, form="vector") for count in (3, 8)]
+    assert [each.shapes().size for each in vectors] == [768, 512]  # over three devices it needs one

@@ -45,7 +45,7 @@ def model_of():
 
 def layout_of(form, rule):
     """A vector of real and complex parameters would be complex, and most rules are for real ones."""
-    frozen = ("scale",) if form != "vector" and rule == "adam" else ("scale", "phase")
+    frozen = ("scale",) if form != "vector" and rule in ("adam", "momentum") else ("scale", "phase")
     return tp.layout(model_of(), freeze=frozen, ties={"turned": ("layers.1.w", jnp.transpose)})
 
 

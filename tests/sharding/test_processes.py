@@ -122,6 +122,7 @@ def test_a_sigterm_is_seen_by_all_at_the_same_step_and_one_that_stands_still_end
     group.meets().processes[1].send_signal(signal.SIGTERM)
     one, other = group.found("stops")
     assert one["at"] == other["at"] is not None
+    assert [each.poll() for each in group.processes] == [None, None]
     group.processes[1].send_signal(signal.SIGSTOP)  # which to the others is as if it had died
     assert group.ends(0)
 

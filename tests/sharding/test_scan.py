@@ -104,12 +104,12 @@ CASES = {  # rules, mesh, axes, options of the scan
     "split, in pieces": (SPLIT, mesh_of(4), {}, {}),
     "split, in pieces, reverse": (SPLIT, mesh_of(4), {}, {"reverse": True}),
     "owned, two axes": (OWNED, two_axes(("replica", "fsdp")), REPLICAS, {}),
-    "many rules": (BY_SPEC, mesh_of(4), {}, {}),
+    "many rules": (BY_SPEC, mesh_of(4), {}, {"reverse": True}),
     "tensors": (TENSORS, two_axes(("data", "model")), {"axis": "data"}, {}),
 }
 
 
-# What these say, those of more devices, of pieces, and of many rules say too, and tests of forms of a scan in reverse.
+# What these say, those of more devices, of pieces, and of many rules, in reverse, say too.
 LONG_CASES = ("owned, 1 device", "owned, lent", "owned, two axes", "split, in pieces, reverse")
 
 
