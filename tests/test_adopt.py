@@ -50,6 +50,7 @@ def assert_close(ported, by_hand):
 
 
 def assert_moved(after, before):
+    assert jax.tree.leaves(after)
     for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
         assert np.all(np.not_equal(one, other))
 
@@ -77,6 +78,7 @@ def test_the_frozen_layer_of_equinox(page):
     by_hand = by_optax(optax.sgd(3e-3), loss, trained, page.xs, 5 * page.xs - 2)
     assert_same(page.tuned, eqx.combine(by_hand, frozen))
     assert not np.array_equal(page.tuned.layers[1].weight, page.mlp.layers[1].weight)
+    assert jax.tree.leaves(optax.sgd(3e-3).init(page.mlp)) == []  # as the original has it
     with pytest.raises(TypeError, match="custom_jvp"):  # the activation
         optax.adam(3e-3).init(page.mlp)
 

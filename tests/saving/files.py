@@ -52,7 +52,7 @@ def emptied(tree):
         if not hasattr(leaf, "dtype"):
             return leaf
         data = as_data(leaf)
-        empty = np.zeros(data.shape, data.dtype)
+        empty = np.zeros_like(data)  # in the same order, such as Fortran's
         if isinstance(leaf, np.ndarray):
             return empty
         return jnp.asarray(empty) if data is leaf else jax.random.wrap_key_data(empty, impl=jax.random.key_impl(leaf))

@@ -123,6 +123,7 @@ def test_a_change_is_as_small_as_what_has_changed_and_versions_follow_one_anothe
 def test_only_newer_messages_and_changes_of_what_you_have_come():
     vector, restructure = tp.ravel({"w": ramp(4000)})
     new = jnp.asarray(np.append(np.float32(9), np.asarray(vector)[1:]))
+    elsewhere = jnp.asarray(np.append(np.asarray(vector)[:-1], np.float32(9)))  # where nothing changes
     send = lambda version, **options: saving.dumps(new, restructure, version=version, **options)
     for have, sent in ((3, 4), (3, np.int64(4)), ((1, 500), (2, 0)), (None, 1), (None, None)):
         got, version = saving.loads(send(sent), vector, restructure, version=have)
@@ -130,7 +131,8 @@ def test_only_newer_messages_and_changes_of_what_you_have_come():
     change = send(4, since=(3, vector))
     assert len(change) < len(saving.dumps(vector, restructure))
     for message, have, version, words in [
-        *((change, new, version, "change of other numbers than you have") for version in (3, None)),
+        (change, new, 3, "change of other numbers than you have"),
+        *((change, elsewhere, version, "change of other numbers than you have") for version in (3, None)),
         (change, vector, 2, r"changes from version 3, and you have 2; ask for all"),
         (change, vector, 4, r"has version 4, and you have 4: it is old, came twice"),
         (send(4), vector, 4, "you have 4: it is old, came twice"),

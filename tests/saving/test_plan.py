@@ -276,7 +276,7 @@ DROPS = {
     "mask": lambda x: x * np.tri(4).astype(x.dtype),
     "pad": lambda x: jnp.pad(x[1:, :3], ((0, 1), (1, 0))),
     "of two by a mask": lambda x: jnp.where(np.eye(4, dtype=bool), x, x.T),
-    "zeros by places": lambda x: x.at[_ROWS[:2]].set(0).T,
+    "zeros by places": lambda x: x.at[jnp.asarray(_ROWS)[:2]].set(0).T,
 }
 _composed = lambda *functions: lambda x: functools.reduce(lambda x, f: f(x), functions, x)
 

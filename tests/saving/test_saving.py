@@ -297,6 +297,7 @@ UNLIKE = {  # what is saved, what the tree has in its place, and words of the li
     "int_and_shape": (5, jax.ShapeDtypeStruct((), jnp.int32), "int32[]", "int in the file", "filter_eval_shape"),
     "scalar_and_array": (np.float32(5), jnp.int32(5), "int32[]", "numpy.float32 in the file"),
     "array_and_int": (ramp(), 5, "int in the tree", "float32[] in the file", "jnp.asarray("),
+    "array_and_float": (ramp(1), 0.5, "float in the tree", "float32[1] in the file"),
     "array_and_text": (ramp(2), "text", "str in the tree", "float32[2] in the file", "jnp.asarray("),
     "array_and_function": (ramp(2), jnp.tanh, "function in the tree", "float32[2]"),
     "text_and_object": ("text", object(), "object in the tree", "str in the file"),
@@ -354,12 +355,12 @@ def test_arrays_lie_where_those_of_like_do_whatever_reads_them(path):
     of = lambda source: lambda _, like: saving.plan(source, like)(source)
     of_message = lambda path, like: saving.loads(path.read_bytes(), like)[0]
     for each in (like, without | {"numpy": row(2)}):
-        for read in (saving.load, planned, of_message, of(tree), of(in_numpy)):
+        for read in (saving.load, planned, of_message, of(jax.device_put(in_numpy)), of(in_numpy)):
             got = read(path, each)
             assert assert_same(got, tree) == 6
             assert {name: got[name].sharding for name in places} == places
             assert (got["third"].committed, got["free"].committed, got["free"].device) == (True, False, devices[0])
-            assert type(got["numpy"]) is np.ndarray
+            assert (type(got["numpy"]), got["numpy"].flags.writeable) == (np.ndarray, True)
     # Sharded arrays are written whole, and go back onto one device.
     saving.save(path, got)
     assert_bits(saving.load(path, emptied(tree)), tree)
@@ -368,9 +369,11 @@ def test_arrays_lie_where_those_of_like_do_whatever_reads_them(path):
     assert assert_same(got, codec) == 2
     assert (got.encoder.sharding, got.decoder.sharding) == (rows, rows)
     with jax.default_device(devices[2]):
-        free = {name: jnp.zeros(4) for name in ("rows", "third")}
-    saving.save(path, {name: ramp(4) for name in free})
-    for leaf in saving.load(path, free).values():
+        free = jax.device_put({name: np.zeros_like(in_numpy[name]) for name in ("rows", "whole", "third", "free")})
+    saving.save(path, {name: tree[name] for name in free})
+    got = saving.load(path, free)
+    assert assert_same(got, {name: tree[name] for name in free}) == 4
+    for leaf in got.values():
         assert (leaf.devices(), leaf.committed) == ({devices[2]}, False)
 
 

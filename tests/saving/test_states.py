@@ -90,6 +90,7 @@ def assert_has(state, other):
     ours, theirs = by_history(state), by_history(other)
     for its, (structure, leaves) in theirs.items():
         assert ours[its][0] == structure
+        assert [leaf.dtype for leaf in ours[its][1]] == [leaf.dtype for leaf in leaves]
         np.testing.assert_equal(list(map(np.asarray, ours[its][1])), list(map(np.asarray, leaves)))
     return len(ours) == len(theirs)
 
@@ -108,6 +109,7 @@ def test_a_state_is_restored_whatever_was_frozen_and_thawed(path, rule, form, fi
     start = (_made(rule, form, "b.0") if started == "a part" else tx).init
     like = eqx.filter_eval_shape(start, model) if started == "shapes" else start(model)
     got = there_and_back(path, {"state": state}, {"state": like})["state"]
+    assert got.layout.paths == state.layout.paths
     thawed = lambda state: optim.set_trainable(tx, state, model)
     for change in (lambda state: state, thawed, lambda state: thawed(taken(state))):
         assert assert_has(change(got), change(state))
