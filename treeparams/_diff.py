@@ -160,8 +160,8 @@ def _leaf_rows(
             if not here.sharding.is_equivalent_to(there.sharding, here.ndim):
                 yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
             elif here.committed != there.committed:
-                words = (text + ", committed" * each.committed for text, each in ((first, here), (second, there)))
-                yield Difference(path, "sharding", *words)
+                first, second = (_placed(each.sharding) + ", committed" * each.committed for each in (here, there))
+                yield Difference(path, "sharding", first, second)
         yield from _element_rows(path, here, there, tolerance)
 
 
