@@ -15,14 +15,14 @@ import tokenize
 PACKAGE = pathlib.Path("treeparams")
 FOLDERS = ("optim", "saving", "_files", "sharding", "nested", "matrices")
 LIMITS = {
-    "lines of code, core": 6095,
+    "lines of code, core": 6096,
     "lines of code, _files": 709,
     "lines of code, matrices": 768,
     "lines of code, nested": 670,
     "lines of code, optim": 2179,
     "lines of code, saving": 1891,
     "lines of code, sharding": 1225,
-    "lines of code": 13537,
+    "lines of code": 13538,
     "files": 83,
     "lines of the longest file": 583,
     "names between files": 288,

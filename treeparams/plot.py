@@ -8,7 +8,6 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -135,7 +134,9 @@ def _labels(slots: Sequence[Slot], length: int, tied: Mapping[str, str]) -> list
     return labels
 
 
-def _draw(ax: Axes, title: str, slots: Sequence[Slot], base: float, tied: Mapping[str, str], colours: Any) -> float:
+def _draw(
+    ax: Axes, title: str, slots: Sequence[Slot], base: float, tied: Mapping[str, str], colours: Mapping[str, str]
+) -> float:
     """Draws a strip, and the names of its parameters below it. Returns the height of both."""
     length = max(sum(slot.size for slot in slots), 1)  # in elements
     ax.text(0, base + 1.12, title, fontsize=10, weight="bold", va="bottom", parse_math=False)

@@ -441,9 +441,9 @@ def _check_vector(slots: Sequence[Slot], dtype: np.dtype, length: int) -> None:
     if not is_inexact(dtype):
         raise TypeError(f"the dtype of the vector must be floating or complex, got {dtype}")
     complex_slots = [slot for slot in slots if is_complex(slot.dtype)]
-    wide = next((slot for slot in complex_slots if slot.size), None)
-    if wide is not None and not is_complex(dtype):
-        raise TypeError(f"{wide.path!r} is {wide.dtype}, which a vector of {dtype} cannot hold")
+    first = next((slot for slot in complex_slots if slot.size), None)
+    if first is not None and not is_complex(dtype):
+        raise TypeError(f"{first.path!r} is {first.dtype}, which a vector of {dtype} cannot hold")
     if is_complex(dtype) and not complex_slots:
         raise TypeError(f"no parameter is complex, so the vector cannot be {dtype}")
 

@@ -30,7 +30,10 @@ class Reading:
 
     @functools.cached_property
     def leaves(self) -> dict[str, int]:
-        """The leaves by their names in the file, in which the histories of a state may have another order."""
+        """The leaves by their names in the file, in which the histories of a state may have another order.
+
+        After `fit`, those that are missing in an older file are left out.
+        """
         contents = self.contents
         leaves = {contents.names.get(i) or name_of(path): i for i, path in enumerate(contents.structure.paths)}
         for path, words in contents.states_in_words.items():
