@@ -254,7 +254,7 @@ def accumulate(
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
         parts, examples = take_apart(model, trainable), _count_examples(batch)
-        devices = math.lcm(*(_split_over(array) for array in jax.tree.leaves(batch)))
+        devices = math.lcm(*map(_split_over, jax.tree.leaves(batch)))
         if not parts.slots:
             parts.index.warn_of_nothing()
 
@@ -289,8 +289,7 @@ def _summed(
 
     # The carry of a scan keeps its type, and the axes over which it differs from device to device are part of that.
     zeros = [jnp.zeros((), wide[0]), *map(jnp.zeros_like, slots, wide[1:])]
-    kinds = [local, *(varying(jax.typeof(slot)) for slot in slots)]
-    sums = list(map(vary, zeros, kinds))
+    sums = list(map(vary, zeros, [local, *(varying(jax.typeof(slot)) for slot in slots)]))
     whole, rest = divmod(examples, size)
     sums, _ = jax.lax.scan(lambda sums, i: (add(sums, i * size, size), None), sums, jnp.arange(whole))
     value, *grads = add(sums, whole * size, rest) if rest else sums

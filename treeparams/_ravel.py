@@ -69,7 +69,7 @@ def ravel(
     if not (dtype is None or dtype is float or dtype is complex) and jnp.dtype(dtype) != form.dtype:
         warn(f"the vector is {form.dtype} and not {jnp.dtype(dtype)}, because jax_enable_x64 is not set")
     with naming_deleted(model):
-        return form.join(parts.slots), Restructure(parts.rest, form)
+        return form.join(parts.slots), Restructure(parts.rest, (), form)
 
 
 def stack(

@@ -2,7 +2,7 @@
 
 import jax.tree_util as jtu
 
-from ._forms.restructure import Restructure, known_leaves
+from ._forms.restructure import Restructure, halves_of
 from ._slots.index import Summary
 from ._slots.layout import Layout, Trainable, look_up
 from ._tree.structure import structure_of
@@ -85,7 +85,8 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     if isinstance(model, Restructure):
         if trainable is not None:
             raise TypeError("a Restructure already fixes which parameters train; leave `trainable` out")
-        index, _, places = known_leaves(model)
+        halves = halves_of(model)
+        index, places = halves.rest.index, halves.places
     else:
         leaves, _, structure = structure_of(model)
         index, places = look_up(structure, trainable, leaves)[1], {}

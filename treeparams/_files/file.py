@@ -26,8 +26,8 @@ from .._tree.types import Array
 from .arrays import in_jax, in_numpy
 from .source import PIECE, FilePath, OnDisk, Source, as_path, crc32, damaged, replacing
 
+# Names in the metadata of a file that begin with this are reserved for this library.
 _RESERVED = "treeparams."
-"""Names in the metadata of a file that begin with this are reserved for this library."""
 
 _VERSION = 1
 _CHECKSUM, _CHECKSUMS, _WORDS = f"{_RESERVED}checksum", f"{_RESERVED}checksums", f"{_RESERVED}header"
@@ -56,12 +56,9 @@ _PREFIX = 8  # bytes of the length of the header
 _MOST_AXES = 32  # of a NumPy array before NumPy 2
 _SHORT = 1 << 22  # characters of a header that is remembered
 
+# An array in a file: its dtype in the format's words, its shape, and its start and stop after the header. A file may
+# have 100,000 of these. As plain tuples, unlike objects of a class, they do not slow down Python's search for cycles.
 _Stored = tuple[str, tuple[int, ...], int, int]
-"""An array in a file: its dtype in the format's words, its shape, and its start and stop after the header.
-
-A file may have 100,000 of these. As plain tuples, unlike objects of a class, they do not slow down Python's search for
-cycles.
-"""
 
 
 def _read_header(source: Source) -> tuple[dict[str, _Stored], dict[str, str], bytes]:

@@ -24,7 +24,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import jet, layout
+from jax.experimental import layout
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
@@ -234,21 +234,8 @@ def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple
     return join([repeated(array) if axis is None else next(given) for array, axis in pairs], **how), 0
 
 
-# The maps are linear, so each term of a Taylor series is mapped by itself. `jet` gives the terms of each operand, and
-# wants those of each result: a cut has one operand and many results, a join the other way round.
-def _taylor_of_cut(arrays: Sequence[Any], series: Sequence[Any], **how: Any) -> tuple[list[jax.Array], list[Any]]:
-    terms = [cut(term, **how) for term in series[0]]
-    return cut(arrays[0], **how), [list(each) for each in zip(*terms, strict=True)]
-
-
-def _taylor_of_join(arrays: Sequence[Any], series: Sequence[Any], **how: Any) -> tuple[jax.Array, list[jax.Array]]:
-    return join(arrays, **how), [join(terms, **how) for terms in zip(*series, strict=True)]
-
-
 ad.deflinear2(_cut_p, _transpose_cut)
 ad.deflinear2(_join_p, _transpose_join)
-jet.jet_rules[_cut_p] = _taylor_of_cut
-jet.jet_rules[_join_p] = _taylor_of_join
 batching.primitive_batchers[_cut_p] = _batch_cut
 batching.primitive_batchers[_join_p] = _batch_join
 mlir.register_lowering(_cut_p, mlir.lower_fun(_split_up, multiple_results=True))
@@ -425,8 +412,8 @@ def _real(number: Any, dtype: DTypeLike) -> Any:
     return number.astype(dtype) if isinstance(number, jax.Array) else np.asarray(number, dtype)
 
 
+# Strips of one array that differ in their starts alone.
 _Column = tuple[Strip, ...]
-"""Strips of one array that differ in their starts alone."""
 
 
 def cut_columns(columns: Iterable[_Column], read: Callable[[Any], jax.Array]) -> dict[_Column, jax.Array]:

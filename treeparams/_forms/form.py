@@ -1,7 +1,7 @@
 """The forms of trained parameters: the canonical tree, one vector, stacks. Each is a tree of blocks.
 
 A form records where slots are stored in a tree of arrays: `join` makes that tree from one array per slot, and `cut` is
-its inverse. No other code asks which form it is. A new form is one more maker, a class method.
+its inverse. No other code asks which form it is. A new form is one more maker.
 
 Compiled programs keep the blocks alive. So blocks must not hold a layout, which keeps static functions and the arrays
 that those have captured. A form itself is held by the index of its layout.
@@ -27,7 +27,7 @@ from .._slots.where import Where
 from .._tree.paths import key_entries, nearest, unquote
 from .._tree.structure import same_treedef, take
 from .._tree.text import count_of, describe, first_few, quoted
-from .._tree.types import PyTree, TreeDef, common_dtype, is_complex, is_inexact
+from .._tree.types import PyTree, TreeDef, is_complex, is_inexact
 from .block import Block, HashedOnce, cast
 
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
@@ -78,37 +78,6 @@ class Form(HashedOnce):
             every, make = list(range(len(layout.slots))), functools.partial(Block.vector, dtype=dtype, length=length)
             forms[dtype, pad_to] = cls.of(every, layout.slots, layout.paths, "a vector", make)
         return forms[dtype, pad_to]
-
-    @classmethod
-    def vectors(cls, layout: Layout) -> "Form":
-        """Returns one vector for each dtype among the slots of a layout; a bare vector if there is only one dtype."""
-        dtypes: dict[str, list[int]] = {}
-        for i, slot in enumerate(layout.slots):
-            dtypes.setdefault(str(slot.dtype), []).append(i)
-        if len(dtypes) < 2:
-            return cls.vector(layout)
-        forms = index_of(layout).forms
-        if "vectors" not in forms:
-            make = lambda slots: Block.vector(slots, slots[0].dtype)
-            form = cls.of(dtypes, layout.slots, layout.paths, "vectors, one for each dtype", make)
-            for slots, block in zip(form.members, form.blocks, strict=True):
-                _check_vector([layout.slots[i] for i in slots], block.dtype, block.size)
-            forms["vectors"] = form
-        return forms["vectors"]
-
-    @classmethod
-    def reals(cls, layout: Layout) -> "Form":
-        """Returns one real vector; a complex slot contributes all its real parts, then all imaginary parts."""
-        forms = index_of(layout).forms
-        if not index_of(layout).complex_slots:
-            return cls.vector(layout)
-        if "reals" not in forms:
-            each = [slot for slot in layout.slots for _ in range(2 if is_complex(slot.dtype) else 1)]
-            reals = [jax.ShapeDtypeStruct(slot.shape, jnp.finfo(slot.dtype).dtype) for slot in each]
-            dtype = common_dtype(real.dtype for real in reals if real.size)
-            make = functools.partial(Block.vector, dtype=dtype)
-            forms["reals"] = cls.of(list(range(len(reals))), reals, layout.paths, "a vector", make)
-        return forms["reals"]
 
     @classmethod
     def stacks(cls, layout: Layout, groups: Mapping[str, Where] | None = None) -> "Form":
@@ -169,7 +138,7 @@ class Form(HashedOnce):
         return sorted(self.locations)
 
     @functools.cached_property
-    def _is_apart(self) -> bool:
+    def has_singles(self) -> bool:
         """Whether each slot is a separate block, in order, so that there is nothing to join or to cut."""
         in_order = tuple([(slot,) for slot in range(len(self.blocks))])
         return bool(in_order) and self.members == in_order and all(block.length is None for block in self.blocks)
@@ -190,20 +159,12 @@ class Form(HashedOnce):
 
     def join(self, arrays: Sequence[Any]) -> PyTree:
         """Makes the form from one array per slot."""
-        if self._is_apart:
+        if self.has_singles:
             return jtu.tree_unflatten(self.treedef, arrays)
         of_each = self._by_block(arrays)
-        is_apart = any(map(_is_some_at_a_time, self.blocks, of_each))
-        leaves = list(map(_join_rows, self.blocks, of_each)) if is_apart else _join_all(self.blocks, of_each)
+        is_in_turn = any(map(_is_some_at_a_time, self.blocks, of_each))
+        leaves = list(map(_join_rows, self.blocks, of_each)) if is_in_turn else _join_all(self.blocks, of_each)
         return jtu.tree_unflatten(self.treedef, leaves)
-
-    def holding(self, arrays: Sequence[Any]) -> PyTree:
-        """Makes the form from one array per slot, each block in the widest dtype of its arrays."""
-        if self._is_apart:
-            return self.join(arrays)
-        blocks = tuple(map(_as_wide, self.blocks, self._by_block(arrays)))
-        is_same = all(map(operator.is_, blocks, self.blocks))  # what a form has worked out is not worked out again
-        return (self if is_same else dataclasses.replace(self, blocks=blocks)).join(arrays)
 
     def spread(self, numbers: Sequence[Any]) -> PyTree:
         """Makes a tree like this form from one number per slot, with arrays that broadcast against the blocks."""
@@ -227,7 +188,7 @@ class Form(HashedOnce):
         Rules of Optax put a `MaskedNode`, or `None`, where they leave something out.
         """
         leaves = self.leaves(tree, may_lack=True)
-        if self._is_apart and self._are_right(leaves):
+        if self.has_singles and self._are_right(leaves):
             return leaves
         here = [i for i, leaf in enumerate(leaves) if leaf is not None]
         values: dict[int, Any] = dict.fromkeys(self.slots)
@@ -313,15 +274,6 @@ class Form(HashedOnce):
             raise TypeError(f"{self._in_words(i)}, got {leaf.dtype}; convert it with {array}.astype({block.dtype})")
         if is_complex(leaf.dtype) and not any(map(is_complex, block.dtypes)):
             raise TypeError(f"{self._in_words(i)}, got {leaf.dtype}, and no parameter is complex; pass {array}.real")
-
-
-def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
-    """Returns the block in the widest dtype of its arrays."""
-    if block.length is None:
-        return block
-    its = {array.dtype for array in arrays if array.size} or {block.dtype}
-    dtype = common_dtype([block.dtype, *map(jax.dtypes.canonicalize_dtype, its)])
-    return block if dtype == block.dtype else dataclasses.replace(block, dtype=dtype)
 
 
 def _texts(keys: Sequence[Any]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Nodes of one kind, such as layers, become one with a leading axis; stored in seq
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,7 +16,6 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
-from .._slots.index import Index
 from .._slots.layout import Layout
 from .._slots.parts import Rest, take_apart
 from .._slots.ties import Alias
@@ -33,11 +32,11 @@ from .view import View
 # -- Nodes of one kind -------------------------------------------------------------------------------------------------
 
 
+# Where the value of a leaf is: the joined array, and its number in it (or `None` and its number among the other
+# values), and the alias by which it is computed from that.
 _Origin = tuple[int | None, int, Alias | None]
-"""Where the value of a leaf is: the joined array, and its number in it (or `None` and its number among the other
-values), and the alias by which it is computed from that."""
+# The places of one leaf of equal nodes, one for each node; or the one place that it has in all of them.
 _Column = tuple[_Origin, ...]
-"""The places of one leaf of equal nodes, one for each node; or the one place that it has in all of them."""
 
 
 class _Unbuilt:
@@ -142,16 +141,12 @@ def _stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[Any] | None = None
         is_split = groups is None and (is_sharded(array) or split(array) is not None)
         if isinstance(array, np.ndarray) or is_key(array) or array.weak_type or is_split:
             continue
-        where = groups[i] if groups is not None else _devices_of(array)
+        is_committed = not isinstance(array, Tracer) and array.committed
+        where = groups[i] if groups is not None else array.sharding if is_committed else None
         alike.setdefault((describe(array), where), []).append(i)
     several = [rows for rows in alike.values() if len(rows) > 1]
     form = Form.of({f"{i:06}": rows for i, rows in enumerate(several)}, arrays, [""] * len(arrays), "stacks")
     return dataclasses.replace(form, blocks=tuple([dataclasses.replace(each, dtypes=()) for each in form.blocks]))
-
-
-def _devices_of(array: jax.Array) -> Any:
-    """Returns the sharding of an array that is committed to it, otherwise `None`."""
-    return array.sharding if not isinstance(array, Tracer) and array.committed else None
 
 
 _NOTHING = _stacks_of_arrays([])
@@ -172,9 +167,7 @@ class Restructure(Generic[M]):
     it. In its methods, *form* means either the vector or the stacks.
     """
 
-    def __init__(
-        self, rest: Rest[M], form: Form, held: Form = _NOTHING, stacks: Sequence[Any] = (), gather: Any = None
-    ) -> None:
+    def __init__(self, rest: Rest[M], stacks: Any, form: Form, held: Form = _NOTHING, gather: Any = None) -> None:
         """Used by this library; write `tp.ravel(model)` or `tp.stack(model)`."""
         self._rest = rest  # without the frozen arrays that are in stacks
         self._form = form
@@ -210,7 +203,7 @@ class Restructure(Generic[M]):
             ValueError: an array has another shape; there is a stack too many, or one is missing.
             TypeError: the dtype is an integer one, or complex although every parameter is real.
         """
-        return self._whole(released(self).model(self._form.cut(self._whole(form))))
+        return self._whole(halves_of(self).released().model(self._form.cut(self._whole(form))))
 
     def ravel(self, model: PyTree) -> Any:
         """Collects the values of a model into the vector or the stacks; the inverse of calling.
@@ -437,13 +430,38 @@ class Restructure(Generic[M]):
         return f"Restructure({self.layout!r}; {self._form.summary})"
 
     def __str__(self) -> str:
-        index, _, places = known_leaves(self)
-        return str(index.summary(places))
+        return str(self._rest.index.summary(halves_of(self).places))
 
 
 Restructure.__module__ = "treeparams"
-halves_of: Callable[[Restructure[Any]], Any] = operator.attrgetter("_rest", "_form", "_held", "_stacks")
-"""The `Rest` of the frozen arrays that are in no stack, the form, that of the stacks of the others, and these."""
+
+
+class Halves(NamedTuple):
+    """A `Restructure` without what makes its models whole on each device; for the other files of this library."""
+
+    rest: Rest[Any]  # without the frozen arrays that are in stacks
+    form: Form
+    held: Form  # of these stacks
+    stacks: Sequence[Any]
+
+    def released(self) -> Rest[Any]:
+        """Returns the `Rest` with each frozen array cut out of its stack."""
+        if not self.held.blocks:
+            return self.rest
+        kept = list(self.rest.arrays)
+        for i, array in zip(self.held.slots, self.held.cut_leaves(self.stacks), strict=True):
+            kept[i] = array
+        return self.rest.replaced(kept)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """The place of each slot in words, by its path."""
+        return {path: self.form.place_in_words(slot) for slot, path in enumerate(self.form.paths)}
+
+
+def halves_of(restructure: Restructure[Any]) -> Halves:
+    """Returns the frozen arrays of a `Restructure`, and where they and the slots are stored."""
+    return Halves(*operator.attrgetter("_rest", "_form", "_held", "_stacks")(restructure))
 
 
 def _children(restructure: Restructure[Any]) -> Any:
@@ -452,33 +470,7 @@ def _children(restructure: Restructure[Any]) -> Any:
     return ((jtu.GetAttrKey("rest"), rest), (jtu.GetAttrKey("stacks"), stacks)), static
 
 
-def _unflatten(static: tuple[Form, Form, Any], children: Iterable[Any]) -> Restructure[Any]:
-    rest, stacks = children
-    form, held, gather = static
-    return Restructure(rest, form, held, stacks, gather)
-
-
-jtu.register_pytree_with_keys(Restructure, _children, _unflatten)
-
-
-def released(restructure: Restructure[M]) -> Rest[M]:
-    """Returns the `Rest` with each frozen array cut out of its stack."""
-    rest, _, held, stacks = halves_of(restructure)
-    if not held.blocks:
-        return rest
-    kept = list(rest.arrays)
-    for i, array in zip(held.slots, held.cut_leaves(stacks), strict=True):
-        kept[i] = array
-    return rest.replaced(kept)
-
-
-def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
-    """Returns a `Restructure`'s index, its leaves that are not arrays, and the place of each slot in words."""
-    rest, form, _, _ = halves_of(restructure)
-    index, singles = rest.index, [*rest.arrays, *rest.values]
-    values = [i for i in range(len(index.trained)) if not index.structure.is_array(i)]
-    leaves = {i: singles[index.gathers.order[i] - len(index.positions)] for i in values}
-    return index, leaves, {path: form.place_in_words(slot) for slot, path in enumerate(form.paths)}
+jtu.register_pytree_with_keys(Restructure, _children, lambda static, children: Restructure(*children, *static))
 
 
 def restructure_over(rest: Rest[M], form: Form, groups: Sequence[Any] | None = None) -> Restructure[M]:
@@ -487,7 +479,7 @@ def restructure_over(rest: Rest[M], form: Form, groups: Sequence[Any] | None = N
     `groups`: see `_stacks_of_arrays`.
     """
     if form.is_bare:
-        return Restructure(rest, form)
+        return Restructure(rest, (), form)
     held = _stacks_of_arrays(rest.arrays, groups)
     left = [None if i in held.locations else array for i, array in enumerate(rest.arrays)]
-    return Restructure(rest.replaced(left), form, held, jtu.tree_leaves(held.join(rest.arrays)))
+    return Restructure(rest.replaced(left), jtu.tree_leaves(held.join(rest.arrays)), form, held)

@@ -136,8 +136,8 @@ class _Program(Walk[_Var]):
 # -- Pieces ------------------------------------------------------------------------------------------------------------
 
 
+# Pieces of one array that differ in their starts alone, one for each part.
 _Column = tuple[Strip, ...]
-"""Pieces of one array that differ in their starts alone, one for each part."""
 
 
 def _strips_in(program: _Program) -> dict[_Var, Strip]:

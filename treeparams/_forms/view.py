@@ -94,11 +94,8 @@ class View(Mapping[str, Any]):
         leaf = self._index.structure.index.get(path, -1) if isinstance(path, str) else -1
         return self._index.by_leaf.get(leaf) in self._inside
 
-    def __eq__(self, other: object) -> bool:
-        return self is other  # whether all is equal is a question for what they are made of, as it is for arrays
-
-    def __hash__(self) -> int:
-        return id(self)
+    # Whether all is equal is a question for what they are made of, as it is for arrays.
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
@@ -214,13 +211,16 @@ class _Selected(NamedTuple):
 
 def _values_for(slots: Sequence[Slot], dtypes: Sequence[Any], value: Values) -> list[jax.Array]:
     """Returns the value for each slot: a number, or an array in its shape or flat."""
+    if len(slots) == 1 and not isinstance(value, Mapping):
+        value = {slots[0].path: value}
     if isinstance(value, Mapping):
         paths = [slot.path for slot in slots]
         if set(value) != set(paths):
             raise ValueError(f"expected values at {paths}, got them at {list(value)}")
-        values = [_fitting(slot, jnp.asarray(value[slot.path])) for slot in slots]
-    elif len(slots) == 1:
-        values = [_fitting(slots[0], jnp.asarray(value))]
+        values = [jnp.asarray(value[path]) for path in paths]
+        for slot, new in zip(slots, values, strict=True):
+            if new.ndim and new.shape not in (slot.shape, (slot.size,)):
+                raise ValueError(f"expected a number or shape {slot.shape} at {slot.path!r}, got shape {new.shape}")
     else:
         whole = jnp.asarray(value)
         size = sum(slot.size for slot in slots)
@@ -233,9 +233,3 @@ def _values_for(slots: Sequence[Slot], dtypes: Sequence[Any], value: Values) -> 
         if is_complex(new.dtype) and not is_complex(dtype):
             raise TypeError(f"{slot.path!r} is in an array of {dtype}, which cannot hold {new.dtype}")
     return values
-
-
-def _fitting(slot: Slot, value: jax.Array) -> jax.Array:
-    if value.ndim and value.shape not in (slot.shape, (slot.size,)):
-        raise ValueError(f"expected a number or shape {slot.shape} at {slot.path!r}, got shape {value.shape}")
-    return value

@@ -71,7 +71,14 @@ class Index:
         self.sources = {alias.leaf: alias.source for alias in ties}
         self.distinct = tuple([i for i in structure.parameters if i not in self.sources])
         self.positions = tuple([i for i in self.distinct if trained[i]])  # the leaf of each slot
+        self.shapes = [structure.spec(i).shape for i in self.positions]
+        self.dtypes = [structure.spec(i).dtype for i in self.positions]
+        self.complex_slots = tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
+        # The parameters, frozen ones too, with fewer bits than single precision, in which small steps round to zero.
+        narrow = [i for i in self.distinct if structure.spec(i).dtype.itemsize < 4]
+        self.narrow = {leaf: n for n, leaf in enumerate(narrow)}  # with their numbers among these
         self.by_leaf = {leaf: slot for slot, leaf in enumerate(self.positions)}  # the slot of each trained leaf
+        self.narrow_slots = tuple([self.by_leaf[i] for i in narrow if trained[i]])
         self.aliases: dict[int, list[Alias]] = {}  # of each source
         self.follows = followers(ties)
         self.computed: list[tuple[int, Alias]] = []  # aliases with a transform that are trained, and their slots
@@ -156,35 +163,9 @@ class Index:
             raise ValueError(f"{selects}; layout.thaw({path!r}) trains it")
         return tuple(sorted(found))
 
-    @functools.cached_property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [self.structure.spec(i).shape for i in self.positions]
-
     def have_shapes(self, arrays: Sequence[Any]) -> bool:
         """Returns whether these are arrays, one for each slot, of its shape."""
         return self._avals.fit(arrays, lambda: [getattr(each, "shape", None) for each in arrays] == self.shapes)
-
-    @functools.cached_property
-    def dtypes(self) -> list[Any]:
-        return [self.structure.spec(i).dtype for i in self.positions]
-
-    @functools.cached_property
-    def complex_slots(self) -> tuple[int, ...]:
-        return tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
-
-    @functools.cached_property
-    def narrow(self) -> dict[int, int]:
-        """The parameters with fewer bits than single precision, in which small steps round to zero, with their numbers.
-
-        Frozen ones are among them.
-        """
-        spec = self.structure.spec
-        return {leaf: n for n, leaf in enumerate(i for i in self.distinct if spec(i).dtype.itemsize < 4)}
-
-    @functools.cached_property
-    def narrow_slots(self) -> tuple[int, ...]:
-        """The slots of those that train."""
-        return tuple([self.by_leaf[i] for i in self.narrow if self.trained[i]])
 
     # -- Trees
 
@@ -454,10 +435,13 @@ class Index:
         if depth is not None:
             groups = itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
             shown = [_joined(path, list(members)) for path, members in groups]
-        narrow = [self.slots[slot] for slot in self.narrow_slots]
+        narrow, numbers = [self.slots[slot] for slot in self.narrow_slots], frozenset(_numbers(structure))
         count, dtypes = sum(slot.size for slot in narrow), dict.fromkeys(str(slot.dtype) for slot in narrow)
         words = f"in {first_few(list(dtypes))}, where small steps round to zero; optim.master and tp.Ema keep float32"
-        own = {"narrow": f"{count:,} trained {words}" if narrow else "", "no arrays": _no_arrays(structure)}
+        # Numbers come first, since they may be mistaken for parameters.
+        others = sorted([i for i, kind in enumerate(structure.values) if kind], key=lambda i: i not in numbers)
+        no_arrays = first_few([f"{structure.paths[i] or repr('')} ({structure.values[i]})" for i in others])
+        own = {"narrow": f"{count:,} trained {words}" if narrow else "", "no arrays": no_arrays}
         return Summary(rows, shown, own | dict(notes or {}))
 
 
@@ -515,8 +499,7 @@ class Summary(Printed):
         below += [[word, text] for word, text in notes.items() if text]
         self.blocks: list[Table | str] = [Table(header, lines, right=_NUMBERS), "", Table(below[0], below[1:])]
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = Printed.__str__
 
     def _blocks(self) -> list[Table | str]:
         return self.blocks
@@ -543,10 +526,3 @@ _FLOATS = ("float", "complex", "float16", "float32", "float64", "longdouble", "c
 def _numbers(structure: Structure) -> list[int]:
     """Returns the leaves that are floating or complex numbers of Python or NumPy."""
     return [i for i, kind in enumerate(structure.values) if kind in _FLOATS]
-
-
-def _no_arrays(structure: Structure) -> str:
-    """Describes the leaves that are not arrays; numbers come first, since they may be mistaken for parameters."""
-    first = _numbers(structure)
-    rest = [i for i, kind in enumerate(structure.values) if kind is not None and i not in first]
-    return first_few([f"{structure.paths[i] or repr('')} ({structure.values[i]})" for i in (*first, *rest)])

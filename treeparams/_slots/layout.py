@@ -250,10 +250,8 @@ class Layout(Printed):
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout):
-            return NotImplemented
-        if self is other:
-            return True
+        if self is other or not isinstance(other, Layout):
+            return self is other
         these, those = self._index, other._index
         return (these.trained, these.ties) == (those.trained, those.ties) and these.structure == those.structure
 

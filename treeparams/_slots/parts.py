@@ -46,9 +46,8 @@ class _Static:
         these, those = self.index, other.index
         # Equal layouts do not do: the models may differ in which frozen arrays are one (`order`), and bare objects in
         # them may be others, which programs tell apart.
-        if these is not those and (self.layout, these.gathers.order) != (other.layout, those.gathers.order):
-            return False
-        if not identical(these.structure.bare, those.structure.bare):
+        are_alike = these is those or (self.layout, these.gathers.order) == (other.layout, those.gathers.order)
+        if not (are_alike and identical(these.structure.bare, those.structure.bare)):
             return False
         are_same_objects = self._key is None is other._key and identical(self.values, other.values)
         return are_same_objects or self._snapshot() == other._snapshot()
@@ -75,13 +74,17 @@ class Rest(Generic[M]):
     """A model without its trained parameters, as `tp.partition` returns it.
 
     It is a pytree whose only leaves are the frozen arrays, each object once; functions, strings, numbers, structure and
-    ties are static. You can pass it to plain `jax.jit`. `rest.layout` is the layout of the model.
+    ties are static. You can pass it to plain `jax.jit`.
+
+    Attributes:
+        layout: the layout of the model.
     """
 
     def __init__(self, arrays: tuple[Any, ...], static: _Static) -> None:
         """Used by this library; write `tp.partition(model)`."""
-        self.arrays, self._static = arrays, static
+        self.arrays, self._static, self.layout = arrays, static, static.layout
         self.index, self.treedef = static.index, static.treedef  # of this model
+        self.values = static.values  # the leaves that are not arrays, and refs
 
     def __reduce__(self) -> Any:
         return Rest, (self.arrays, self._static)
@@ -104,23 +107,13 @@ class Rest(Generic[M]):
         return Rest(index.gathers.kept(leaves), _Static(layout, index, treedef, index.gathers.values(leaves)))
 
     @property
-    def layout(self) -> Layout:
-        """The layout of the model."""
-        return self._static.layout
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """The leaves that are not arrays, and refs."""
-        return self._static.values
-
-    @property
     def paths(self) -> tuple[str, ...]:
         """The path of each array."""
         return self.index.gathers.kept_paths
 
     def model(self, slots: Sequence[Any] = ()) -> M:
         """Returns the model with one value per slot, at all paths of each."""
-        index, values = self.index, [*slots, *self.arrays, *self._static.values]
+        index, values = self.index, [*slots, *self.arrays, *self.values]
         # A model is put together here with its ties, and a later trace may lose them: it is noted that they are one, or
         # of tracers that they are apart as the arrays were. Once per index, so that an ordinary step pays nothing.
         if slots:

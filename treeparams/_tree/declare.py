@@ -6,6 +6,7 @@ classes that you write) or from the registry below (`declare`, for classes that 
 
 import dataclasses
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,15 +39,8 @@ _BY_NAME = {
 }
 
 
-class _Registry:
-    """The declarations made by `declare`, and their version: anything derived from an earlier version is stale."""
-
-    def __init__(self) -> None:
-        self.classes: weakref.WeakKeyDictionary[type, Declared] = weakref.WeakKeyDictionary()
-        self.version = 0
-
-
-registry = _Registry()
+# The declarations made by `declare`, and their version: anything derived from an earlier version is stale.
+registry = types.SimpleNamespace(classes=weakref.WeakKeyDictionary[type, Declared](), version=0)
 
 if TYPE_CHECKING:  # a type checker knows the field specifiers of `eqx.Module` by their names
     from equinox import field as field

@@ -27,8 +27,8 @@ _NOTHING = "nothing"  # is shown for the tree that has nothing at the path
 _LONGEST = 40  # characters of a value
 _Names = Sequence[tuple[str, ...]] | None
 _IsShared = Callable[[str], bool]
+# The path that names an array, another one of it, and a note on that: compared by `==`, shown by its `str`.
 _Ties = Sequence[tuple[str, str, Any]]
-"""The path that names an array, another one of it, and a note on that: compared by `==`, shown by its `str`."""
 
 
 class Difference(NamedTuple):

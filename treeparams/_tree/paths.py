@@ -64,11 +64,8 @@ def join_path(entries: Iterable[str]) -> str:
 
 def _key_text(key: object) -> str:
     """Returns the bare text of one JAX key entry: an attribute's name, a dict's key, a position."""
-    for attribute in ("name", "key", "idx"):
-        value = getattr(key, attribute, None)
-        if value is not None:
-            return str(value)
-    return str(getattr(key, "key", key))
+    values = [getattr(key, attribute, None) for attribute in ("name", "key", "idx")]
+    return str(next((value for value in values if value is not None), getattr(key, "key", key)))
 
 
 def key_entries(keys: Iterable[object]) -> tuple[str, ...]:
@@ -106,8 +103,8 @@ def nearest(path: str, known: Iterable[str], count: int = 3) -> str:
 
 # -- Globs -------------------------------------------------------------------------------------------------------------
 
+# The entry, or a part of one, that a `*` stands for; the entries that a `**` stands for.
 _Star = str | tuple[str, ...]
-"""The entry, or a part of one, that a `*` stands for; the entries that a `**` stands for."""
 _STARS = ("*", "**")
 _END = "\udfff"  # of each entry in the text that is matched; a lone surrogate, which no text has
 

@@ -123,10 +123,7 @@ def with_object(function: Callable[..., T]) -> Callable[..., T]:
 
 def found_at(module: str, name: str) -> Any:
     """Looks up a dotted name in an imported module; returns `None` if it does not exist."""
-    found = sys.modules.get(module)
-    for each in name.split("."):
-        found = getattr(found, each, None)
-    return found
+    return functools.reduce(lambda found, each: getattr(found, each, None), name.split("."), sys.modules.get(module))
 
 
 @with_object

@@ -217,10 +217,8 @@ class Structure:
         return hash((self.entries, self.specs))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Structure):
-            return NotImplemented
-        if self is other:
-            return True
+        if self is other or not isinstance(other, Structure):
+            return self is other
         are_alike = self._hash == other._hash and (self.specs, self.entries) == (other.specs, other.entries)
         return are_alike and self.has_statics_of(other)
 
@@ -344,8 +342,8 @@ def _read_nodes(tree: PyTree) -> dict[str, Any]:
             nodes[number] = Node(kind, path, start, len(entries), number, len(nodes), data)
 
 
+# For each `eqx.nn.State` whose values have names, by its entries: the entries that each value adds to these.
 _States = Mapping[Entries, Sequence[Entries]]
-"""For each `eqx.nn.State` whose values have names, by its entries: the entries that each value adds to these."""
 
 
 def _named(nodes: list[Node], entries: list[Entries], unkeyed: Mapping[int, int]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from .._slots.parts import Parts
 from .._tree.structure import is_array
 from .._tree.text import describe, imported
 from .._tree.types import PyTree, common_dtype
-from ._reals import Reals, array_parts, from_reals, in_reals, mapped, of_reals, scalar, taken
+from ._reals import Reals, array_parts, form_of_reals, from_reals, in_reals, mapped, of_reals, scalar, taken
 
 
 class Operator(eqx.Module):
@@ -50,7 +50,7 @@ class Operator(eqx.Module):
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of the matrix."""
-        (length,) = Form.reals(self.layout).blocks[0].shape
+        (length,) = form_of_reals(self.layout).blocks[0].shape
         return length, length
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class Operator(eqx.Module):
 
     def _columns(self, chunk: int | None, of: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
         """Returns `of(column, number)` for each column of the matrix."""
-        block = Form.reals(self.layout).blocks[0]
+        block = form_of_reals(self.layout).blocks[0]
         one = lambda i: of(self(jax.nn.one_hot(i, block.size, dtype=block.dtype)), i)
         return mapped(one, jnp.arange(block.size), chunk, "products")
 
@@ -154,7 +154,7 @@ class Operator(eqx.Module):
         Raises:
             ModuleNotFoundError: lineax is not installed.
         """
-        lineax, block = imported("lineax", "lineax", "as_lineax"), Form.reals(self.layout).blocks[0]
+        lineax, block = imported("lineax", "lineax", "as_lineax"), form_of_reals(self.layout).blocks[0]
         shape = jax.ShapeDtypeStruct(block.shape, block.dtype)
         return lineax.FunctionLinearOperator(self, shape, lineax.symmetric_tag if tags is None else tags)
 
@@ -359,8 +359,8 @@ def _given_back(layout: Layout, reals: Reals, tangent: PyTree) -> PyTree:
     shape = getattr(tangent, "shape", None)
     if shape == (layout.size,):
         return _no_narrower(Form.vector(layout).join(from_reals(reals)), tangent)
-    if shape == (Form.reals(layout).blocks[0].size,):
-        return _no_narrower(Form.reals(layout).join(jax.tree.leaves(reals)), tangent)
+    if shape == (form_of_reals(layout).blocks[0].size,):
+        return _no_narrower(form_of_reals(layout).join(jax.tree.leaves(reals)), tangent)
     index = index_of(layout)
     entries = index.per_slot(tangent, "first")
     return index.canonical(list(map(_no_narrower, from_reals(reals), entries)), index.structure.treedef)

@@ -18,6 +18,7 @@ from ._reals import (
     Reals,
     array_parts,
     basis,
+    form_of_reals,
     in_reals,
     in_sweeps,
     mapped,
@@ -118,7 +119,7 @@ class _Outputs:
             raise ValueError(f"mode must be 'real', 'complex' or 'holomorphic', got {mode!r}")
         parts = array_parts(model, trainable)
         self.mode, self._f, self._parts = mode, f, parts
-        slots, self.form = in_reals(parts.slots), Form.reals(parts.layout)
+        slots, self.form = in_reals(parts.slots), form_of_reals(parts.layout)
         self.dtype = self.form.dtype
         if mode == "holomorphic":
             slots, self.form = parts.slots, Form.vector(parts.layout)

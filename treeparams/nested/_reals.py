@@ -4,6 +4,7 @@ A complex parameter is differentiated as the pair of its real and imaginary part
 Jacobians matrices if f is not holomorphic. Tangents and products are complex again, `re + i im` of the pair.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,13 +17,14 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
+from .._forms.block import Block
 from .._forms.form import Form
 from .._forms.mesh import lay, replicated, vary, varying
 from .._slots.layout import Layout, Trainable, index_of
 from .._slots.parts import Parts, Rest, take_apart
 from .._tree.structure import is_array
 from .._tree.text import count_of, describe
-from .._tree.types import PyTree, is_complex
+from .._tree.types import PyTree, common_dtype, is_complex
 
 
 class _ComplexPair(NamedTuple):
@@ -45,6 +47,19 @@ def from_reals(tree: PyTree) -> PyTree:
     """Returns a tree of arrays with pairs as complex ones."""
     is_pair = lambda node: isinstance(node, _ComplexPair)
     return jax.tree.map(lambda node: jax.lax.complex(*node) if is_pair(node) else node, tree, is_leaf=is_pair)
+
+
+def form_of_reals(layout: Layout) -> Form:
+    """Returns the form of one real vector: a complex slot contributes all its real parts, then all imaginary ones."""
+    index = index_of(layout)
+    if not index.complex_slots:
+        return Form.vector(layout)
+    if "reals" not in index.forms:
+        each = [slot for slot in layout.slots for _ in range(2 if is_complex(slot.dtype) else 1)]
+        reals = [jax.ShapeDtypeStruct(slot.shape, jnp.finfo(slot.dtype).dtype) for slot in each]
+        make = functools.partial(Block.vector, dtype=common_dtype(real.dtype for real in reals if real.size))
+        index.forms["reals"] = Form.of(list(range(len(reals))), reals, layout.paths, "a vector", make)
+    return index.forms["reals"]
 
 
 def array_parts(model: PyTree, trainable: Trainable) -> Parts:
@@ -86,7 +101,7 @@ def _from_vector(layout: Layout, vector: jax.Array | np.ndarray) -> Reals:
             "expected a real vector, with complex parameters as pairs of reals (nested.real_vector), "
             f"got {vector.dtype}"
         )
-    cut = iter(Form.reals(layout).cut(vector))
+    cut = iter(form_of_reals(layout).cut(vector))
     return tuple(_ComplexPair(next(cut), next(cut)) if is_complex(slot.dtype) else next(cut) for slot in layout.slots)
 
 
@@ -98,7 +113,7 @@ def taken(layout: Layout, tangent: PyTree) -> Reals:
     index, shape = index_of(layout), getattr(tangent, "shape", None)
     if shape == (layout.size,):
         return in_reals(tuple(Form.vector(layout).cut(tangent)))
-    length = Form.reals(layout).blocks[0].size
+    length = form_of_reals(layout).blocks[0].size
     if shape == (length,):
         return _from_vector(layout, tangent)
     if is_array(tangent) and not jtu.treedef_is_leaf(index.structure.treedef):
@@ -139,7 +154,7 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
         TypeError: as `tp.layout`.
     """
     parts = array_parts(model, trainable)
-    vector = Form.reals(parts.layout).join(jax.tree.leaves(in_reals(parts.slots)))
+    vector = form_of_reals(parts.layout).join(jax.tree.leaves(in_reals(parts.slots)))
     return vector, jtu.Partial(_restructured, parts.rest)
 
 

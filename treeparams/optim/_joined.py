@@ -49,8 +49,8 @@ _IN_ROWS = (
     "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.contrib.muon(1e-3)))"
 )
 
+# A way to show leaves to a rule, and the leaves in each array that it is shown.
 _Way = tuple[Callable[[Sequence[Any]], PyTree], Sequence[Sequence[int]]]
-"""A way to show leaves to a rule, and the leaves in each array that it is shown."""
 
 
 def check_form(

@@ -7,6 +7,7 @@ copies of that form (see `_forms.states`), divided once, when the state is made.
 import contextlib
 import dataclasses
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from .._forms.block import Block
 from .._forms.form import Form
 from .._forms.states import Division, Entries
 from .._slots.accidents import warn_of_parted_ties
@@ -115,7 +117,7 @@ class Sight:
 
     def show(self, values: Sequence[Any]) -> PyTree:
         """Returns the form of one value per slot of the whole layout, with zeros in rows that wait."""
-        shown = self.form.holding(values if self.slots is None else [values[slot] for slot in self.slots])
+        shown = _in_widest(self.form, values if self.slots is None else [values[slot] for slot in self.slots])
         return shown if self.rows is None else self.rows.masked(shown, 1)
 
     def step(self, update: Run, division: Division, before: PyTree, init: Callable[[PyTree], PyTree]) -> Any:
@@ -153,9 +155,23 @@ class Sight:
     def model(self, shown: PyTree) -> Any:
         """Returns the model with these parameters; everything else, and rows that wait, are as they were."""
         if self.rows is not None:
-            shown = self.rows.beside(shown, self.form.holding(self.parts.slots))
+            shown = self.rows.beside(shown, self.form.join(self.parts.slots))
         found = zip(self._read(shown), self.parts.slots, strict=True)
         return self.parts.model([own if new is None else new for new, own in found])
+
+
+def _in_widest(form: Form, arrays: Sequence[Any]) -> PyTree:
+    """Makes a form from one array per slot, each block in the widest dtype of its arrays: gradients may be wide."""
+    if form.has_singles:
+        return form.join(arrays)
+    blocks = list(form.blocks)
+    for i, slots in enumerate(form.members):
+        its = {arrays[slot].dtype for slot in slots if arrays[slot].size}
+        dtype = common_dtype([blocks[i].dtype, *map(jax.dtypes.canonicalize_dtype, its)])
+        if blocks[i].length is not None and dtype != blocks[i].dtype:
+            blocks[i] = dataclasses.replace(blocks[i], dtype=dtype)
+    is_same = all(map(operator.is_, blocks, form.blocks))  # what a form has worked out is not worked out again
+    return (form if is_same else dataclasses.replace(form, blocks=tuple(blocks))).join(arrays)
 
 
 # -- The rule --------------------------------------------------------------------------------------------------------
@@ -232,7 +248,7 @@ class Rule:
     def fresh(self, parts: Parts[Any]) -> History:
         """Returns the history of parameters that begin."""
         form = self.form_of(parts.layout)
-        run = self.tx.init(form.holding(parts.slots))
+        run = self.tx.init(form.join(parts.slots))
         check_run(run, parts)
         check_rows(run, form)
         run = settled(run)
@@ -470,8 +486,13 @@ def _form_for(tx: Extended, name: str, layout: Layout, *, is_apart: bool = False
     """Returns the vector or the stacks in which a rule sees the parameters of a layout; apart, a row is a stack."""
     if name == "vector":
         # One vector of several dtypes has the widest of them, which would hide narrow parameters from `optim.master`.
-        form, by_dtype = Form.vector(layout), Form.vectors(layout)
-        return by_dtype if by_dtype != form and _has(MasterState, tx, form.shapes()) else form
+        form, by_dtype = Form.vector(layout), dict[str, list[int]]()
+        for i, slot in enumerate(layout.slots):
+            by_dtype.setdefault(str(slot.dtype), []).append(i)
+        if len(by_dtype) < 2 or not _has(MasterState, tx, form.shapes()):
+            return form
+        make = lambda slots: Block.vector(slots, slots[0].dtype)
+        return Form.of(by_dtype, layout.slots, layout.paths, "vectors, one for each dtype", make)
     has_any = layout.slots and _has(GroupsState, tx, {}) is not False
     groups = _groups_for(tx, layout) if has_any else None
     if groups is None and not is_apart:

@@ -394,7 +394,7 @@ def eval_params(f: Callable[[Any, Any], Any], state: PyTree, model: M) -> M:
     for run, positions, division in zip(ours.runs, ours.roles.running, ours.roles.divisions, strict=False):
         form = _form_of(trained_at(ours.layout, positions), division)
         slots = [parts.index.by_leaf[position] for position in positions]
-        made = form.read(_applied(f, run, form.holding([values[slot] for slot in slots])))
+        made = form.read(_applied(f, run, form.join([values[slot] for slot in slots])))
         for slot, value in zip(slots, made, strict=True):
             values[slot] = values[slot] if value is None else value
     return parts.model(values)

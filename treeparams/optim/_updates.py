@@ -261,8 +261,8 @@ def _norm_over(axis_name: str | Sequence[str], norm: jax.Array) -> jax.Array:
 # Otherwise it may not be: no bfloat16 number added to 1.0 gives 1e-5. So `optim.step`, which has the state, writes the
 # rounded copy itself (`landed`), if the update is still the one that was computed here.
 
+# The extra arguments of Optax's rules that are functions of parameters.
 _FUNCTIONS = ("value_fn", "obj_fn", "grad_fn")
-"""The extra arguments of Optax's rules that are functions of parameters."""
 
 
 @dataclasses.dataclass(frozen=True)

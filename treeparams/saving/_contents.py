@@ -14,7 +14,7 @@ from .._files.arrays import placed
 from .._files.file import bytes_of
 from .._files.names import bare, is_below, name_of, split_name
 from .._files.values import Recorded, histories_in, in_words, kind_in_words
-from .._forms.restructure import Restructure, known_leaves
+from .._forms.restructure import Restructure, halves_of
 from .._forms.states import Copies, Division, Entries, Owners, entries_of
 from .._slots.layout import Trainable, index_of, look_up
 from .._slots.ties import Alias, find_ties
@@ -141,7 +141,7 @@ class Contents:
 
 def places_in_words(restructure: Restructure[Any]) -> dict[str, Any]:
     """Returns the place and the shape of each parameter in the vector or the stacks that `restructure` opens."""
-    places = known_leaves(restructure)[2]
+    places = halves_of(restructure).places
     return {slot.path: [places[slot.path], list(slot.shape)] for slot in restructure.layout.slots}
 
 

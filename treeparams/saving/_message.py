@@ -28,8 +28,8 @@ from ._save import stored_in
 M = TypeVar("M")
 _Bytes = Mapping[str, np.ndarray]
 _ALL = "ask for all arrays, saving.dumps without `since`"
+# A number, or a run and a number. The versions of one sender grow.
 _Version = int | tuple[int, int]
-"""A number, or a run and a number. The versions of one sender grow."""
 
 
 def dumps(

@@ -70,7 +70,7 @@ class _Compute:
             dtypes = [self.of_path.get(path) for path in single.paths]
             held = _form_in(held, dtypes)
             alone = [dtype for i, dtype in enumerate(dtypes) if i not in held.locations]
-            rest = Restructure(single, self.form, held, stacks)
+            rest = Restructure(single, stacks, self.form, held)
             dtypes = [*alone, *(block.dtype for block in held.blocks)]
         else:
             dtypes = [self.of_path.get(path) for path in rest.paths]
@@ -306,7 +306,7 @@ class Loss:
         """Returns the first arguments of the loss: the model, or the parameters in their form and the rest."""
         if self.is_lazy:
             single, form, held, stacks = halves_of(rest)
-            rest = Restructure(single, form, held, stacks, self._gathered)
+            rest = Restructure(single, stacks, form, held, self._gathered)
         if self.takes_form:
             return self.placement.tree(leaves), rest
         return (rest.model(self.compute.form.cut_leaves(leaves)),)

@@ -30,10 +30,10 @@ from ._specs import Axes, FormName, Place, Rules, automatic, axes_named, first_d
 
 _Make = Callable[[PyTree], PyTree]
 _Rule = str | PartitionSpec
+# The `where` that selects a parameter, and its rule.
 _Matched = tuple[Any, _Rule]
-"""The `where` that selects a parameter, and its rule."""
+# The entries of the `PartitionSpec` of an array, one for each axis.
 _Entries = list[Any]
-"""The entries of the `PartitionSpec` of an array, one for each axis."""
 
 
 def _entries_at(make: _Make, form: Form, specs: Sequence[PartitionSpec], start: PyTree) -> list[_Entries]:
@@ -131,7 +131,7 @@ class _Frozen:
         own = self.specs_of(singles)
         left = [None if i in held.locations else spec for i, spec in enumerate(own)]
         of_stacks = [PartitionSpec(None, *own[rows[0]]) for rows in held.members]
-        return Restructure(singles.replaced(left), form, held, type(stacks)(of_stacks))
+        return Restructure(singles.replaced(left), type(stacks)(of_stacks), form, held)
 
 
 def _frozen_leaves(layout: Layout) -> list[int]:

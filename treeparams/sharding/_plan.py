@@ -14,12 +14,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._average import Ema
 from .._forms.form import Form
-from .._forms.restructure import Restructure, released
+from .._forms.restructure import Restructure, halves_of
 from .._forms.states import Division
-from .._slots.accidents import keep_apart
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, take_apart
-from .._tree.text import Printed, describe, in_short
+from .._tree.text import Printed, describe
 from .._tree.types import PyTree
 from ..optim._state import ModelTransformation, extended, nodes_of, settled, steady
 from ..optim._step import added
@@ -63,9 +62,9 @@ class Update:
             jax.eval_shape(self.step, params, params, jax.eval_shape(self.start, params)[0], value)
         except Exception as error:
             raise ValueError(
-                f"the update of the rule fails ({in_short(error)}). sharding.make_step passes it gradients, parameters "
-                "and only one extra argument, value=; for a rule that calls the loss itself (a line search), use "
-                "optim.trainable(tx, form='vector')"
+                f"the update of the rule fails ({type(error).__name__}). sharding.make_step passes it gradients, "
+                "parameters and only one extra argument, value=; for a rule that calls the loss itself (a line "
+                "search), use optim.trainable(tx, form='vector')"
             ) from error
 
     def step(self, params: PyTree, gradients: PyTree, state: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
@@ -230,7 +229,7 @@ class Plan(Printed):
             self._placement.check_state(state)
         rest = self._rest if state is None else state.rest
         if isinstance(rest, Restructure):
-            rest = released(rest)
+            rest = halves_of(rest).released()
         if rest is None or any(isinstance(array, jax.ShapeDtypeStruct) for array in rest.arrays):
             raise ValueError(
                 "the plan was made from shapes, so it has no frozen arrays and no functions; pass the state of the "
@@ -238,7 +237,6 @@ class Plan(Printed):
             )
         self._placement.check(params)
         slots = self._slots[whole](params)
-        keep_apart(slots)
         # In buffers of its own: a step donates its state.
         specs = [PartitionSpec()] * len(rest.arrays) if whole else None
         return self._placement.put_rest(rest, specs).model(slots)
@@ -266,7 +264,6 @@ class Plan(Printed):
         """
         parts = take_apart(model, self.layout)
         slots = list(map(put_leaf, parts.slots, self._placement.of_slots))
-        keep_apart(slots)
         return self._placement.put_rest(parts.rest).model(slots)
 
     # -- In words

@@ -17,16 +17,16 @@ from .._tree.types import PyTree, is_key
 
 Rule = str | PartitionSpec
 Rules = Mapping[Any, Rule]
+# The `where` that selects a parameter, and its rule.
 _Matched = tuple[Any, Rule]
-"""The `where` that selects a parameter, and its rule."""
 FormName = Literal["tree", "vector", "stacks"]
 AxisNames = str | Sequence[str] | None
 _WORDS = ("split", "owned", "whole")
 
 
+# What an error calls an array that is to lie by a rule; the rule; its shape, or that of the row of a stack; and how
+# many rows of its shape devices are to own (`None` if it is no row of a stack).
 _Asked = tuple[str, _Matched, tuple[int, ...], int | None]
-"""What an error calls an array that is to lie by a rule; the rule; its shape, or that of the row of a stack; and how
-many rows of its shape devices are to own (`None` if it is no row of a stack)."""
 
 
 class Axes(NamedTuple):
