@@ -99,14 +99,18 @@ def _parsed(text: str) -> tuple[dict[str, _Stored], dict[str, str]]:
     raise ValueError("its metadata are not one dictionary of texts")
 
 
-def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _as_read(pairs: Sequence[tuple[str, Any]]) -> Any:
+    """Returns an entry of the header as it is kept: 100,000 dictionaries in their place would slow Python down."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice in one object")
-    return found
+    try:
+        return _stored("", found) if "data_offsets" in found else found
+    except ValueError:  # which then says its name, too
+        return found
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats)
+_DECODER = json.JSONDecoder(object_pairs_hook=_as_read)
 
 
 def _entries(text: str) -> tuple[dict[str, _Stored], list[Any]]:
@@ -115,7 +119,7 @@ def _entries(text: str) -> tuple[dict[str, _Stored], list[Any]]:
     if type(named) is not dict:
         raise ValueError("it is no JSON object")
     metadata = [named.pop("__metadata__")] if "__metadata__" in named else []
-    entries = [(name, _stored(name, said)) for name, said in named.items()]
+    entries = [(name, said if type(said) is tuple else _stored(name, said)) for name, said in named.items()]
     # Arrays follow one another without gaps or overlaps: so no byte is of two of them, and none goes unread.
     end, arrays = 0, dict(sorted(entries, key=lambda entry: entry[1][2:]))
     for name, (_, _, start, stop) in arrays.items():
@@ -329,9 +333,18 @@ class File:
             names: names of arrays in the file.
             is_checked: whether to compare each with its checksum, if the file has one.
         """
-        for name in sorted(names, key=lambda name: self._arrays[name][2:]):
+        ordered = sorted(names, key=lambda name: self._arrays[name][2:])
+        # Of a whole file small arrays are read many at once: a call of the system for each takes as long as the rest.
+        small = PIECE >> 4 if len(ordered) == len(self._arrays) and isinstance(self.source, OnDisk) else -1
+        base, first, ahead = self._first, 0, np.empty(0, np.uint8)
+        for name in ordered:
             _, _, start, stop = self._arrays[name]
-            data = self.source.read(self._first + start, self._first + stop)
+            if stop - start > small:
+                data = self.source.read(base + start, base + stop)
+            else:
+                if stop > first + len(ahead):
+                    first, ahead = start, self.source.read(base + start, min(base + start + PIECE, self.source.size))
+                data = ahead[start - first : stop - first].copy()
             if is_checked and self.is_ours:
                 self.compare(name, data)
             yield name, self.decoded(name, data)

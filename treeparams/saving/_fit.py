@@ -58,7 +58,10 @@ class Fit:
         leaves, aliases = contents.leaf_at, source.aliases
         found, dropped, kept = routes(source.specs, rename, transform, leaves)
         self.stay = {self._root(leaves[name]): name for name in sorted(kept)}
-        found = [_to_leaves(route, leaves) for route in found]
+        # A target may be a path only without quotes: a flat dictionary into a nested model.
+        spelt = lambda target: text if target not in leaves and (text := bare(target)) in leaves else target
+        renamed = lambda route: dataclasses.replace(route, targets=tuple(map(spelt, route.targets)))
+        found = [route if leaves.keys() >= {*route.targets} else renamed(route) for route in found]
         pairs = [pair for each in found if not each.is_exact for pair in zip(each.sources, each.targets, strict=False)]
         unlike, used = unlike_nodes(contents, source.unkeyed, pairs, "source"), set(dropped)
         for route in found:
@@ -248,13 +251,6 @@ class Fit:
                     arrays[i] = jnp.array(as_in_jax(name, array), copy=not given.is_file)
             made = route(*arrays)
             yield from ((move, made[move.number]) for move in moves)
-
-
-def _to_leaves(route: Route, leaves: Mapping[str, int]) -> Route:
-    """Removes quotes from a target if it is a path only without them: a flat dictionary into a nested model."""
-    spelt = lambda target: text if target not in leaves and (text := bare(target)) in leaves else target
-    targets = tuple(map(spelt, route.targets))
-    return route if targets == route.targets else dataclasses.replace(route, targets=targets)
 
 
 def shown(names: Sequence[str]) -> str:

@@ -210,7 +210,8 @@ class _Moving:
         self.homes = {path: its[0][1] if its else None for path, its in self.reads.items()}
         self._at = _arrays_of(self.copies, fresh.layout.paths)
         # Each row of a stack asks for the whole stack, one after another.
-        self._alone = functools.lru_cache(maxsize=4)(self._alone_at)
+        alone = lambda place, name: self._of[name][1].piece(place, self._of[name][0]).alone()
+        self._alone = functools.lru_cache(maxsize=4)(alone)
         if nodes_of(optax.ScaleByLBFGSState, fresh.state) and self.histories:
             self._check_memory()
 
@@ -300,11 +301,6 @@ class _Moving:
             f"{[array.shape for array in arrays]} at {join_path((*place[0], '*', *place[1]))!r}, which are not the "
             "parameters' shapes, and not all alike: a plan can only rename such a parameter; begin with a fresh state"
         )
-
-    def _alone_at(self, place: Place, name: str) -> Any:
-        """Returns the array that an old parameter has at a place."""
-        old, history = self._of[name]
-        return history.piece(place, old).alone()
 
     # -- Of all parameters of a history, or of those of a group
 
