@@ -15,14 +15,14 @@ import tokenize
 PACKAGE = pathlib.Path("treeparams")
 FOLDERS = ("optim", "saving", "_files", "sharding", "nested", "matrices")
 LIMITS = {
-    "lines of code, core": 5998,
+    "lines of code, core": 6000,
     "lines of code, _files": 714,
     "lines of code, matrices": 768,
     "lines of code, nested": 683,
     "lines of code, optim": 2195,
     "lines of code, saving": 1886,
     "lines of code, sharding": 1217,
-    "lines of code": 13461,
+    "lines of code": 13463,
     "files": 83,
     "lines of the longest file": 581,
     "names between files": 287,

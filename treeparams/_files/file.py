@@ -334,8 +334,9 @@ class File:
             is_checked: whether to compare each with its checksum, if the file has one.
         """
         ordered = sorted(names, key=lambda name: self._arrays[name][2:])
-        # Of a whole file small arrays are read many at once: a call of the system for each takes as long as the rest.
-        small = PIECE >> 4 if len(ordered) == len(self._arrays) and isinstance(self.source, OnDisk) else -1
+        # Of a whole file small arrays, in bytes, are read many at once: a call of the system for each takes as long as the
+        # rest.
+        small = 4096 if len(ordered) == len(self._arrays) and isinstance(self.source, OnDisk) else -1
         base, first, ahead = self._first, 0, np.empty(0, np.uint8)
         for name in ordered:
             _, _, start, stop = self._arrays[name]
@@ -343,7 +344,7 @@ class File:
                 data = self.source.read(base + start, base + stop)
             else:
                 if stop > first + len(ahead):
-                    first, ahead = start, self.source.read(base + start, min(base + start + PIECE, self.source.size))
+                    first, ahead = start, self.source.read(base + start, min(base + start + 65536, self.source.size))
                 data = ahead[start - first : stop - first].copy()
             if is_checked and self.is_ours:
                 self.compare(name, data)

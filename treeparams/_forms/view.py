@@ -94,8 +94,10 @@ class View(Mapping[str, Any]):
         leaf = self._index.structure.index.get(path, -1) if isinstance(path, str) else -1
         return self._index.by_leaf.get(leaf) in self._inside
 
-    # Whether all is equal is a question for what they are made of, as it is for arrays.
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    def __eq__(self, other: object) -> bool:
+        return self is other  # whether all is equal is a question for what they are made of, as it is for arrays
+
+    __hash__ = object.__hash__
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
