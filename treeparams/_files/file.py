@@ -334,8 +334,7 @@ class File:
             is_checked: whether to compare each with its checksum, if the file has one.
         """
         ordered = sorted(names, key=lambda name: self._arrays[name][2:])
-        # Of a whole file small arrays, in bytes, are read many at once: a call of the system for each takes as long as the
-        # rest.
+        # Of a whole file small arrays are read many at once: a call of the system for each takes as long as the rest.
         small = 4096 if len(ordered) == len(self._arrays) and isinstance(self.source, OnDisk) else -1
         base, first, ahead = self._first, 0, np.empty(0, np.uint8)
         for name in ordered:
