@@ -313,16 +313,11 @@ def test_the_vae_of_nnx(more):
 
 
 def test_the_average_of_a_diffusion_trainer(more):
-    def by_hand(average, params, step):
-        if step < 4:
-            return params
-        if step % 2:
-            return average
-        decay = min(1 - (1 + max(step - 5, 0)) ** (-2 / 3), 0.995)
-        return jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, params)
-
     ours = theirs = params = jax.tree.map(np.asarray, more.sparse)
     for step in range(9):
+        grown = min(1 - (1 + max(step - 5, 0)) ** (-2 / 3), 0.995)
+        decay = np.float32(0 if step < 4 else 1 if step % 2 else grown)
         params = jax.tree.map(lambda w: np.float32(0.9) * w, params)
-        ours, theirs = more.averaged(ours, params, step), by_hand(theirs, params, step)
+        theirs = jax.tree.map(lambda a, p, decay=decay: decay * a + (1 - decay) * p, theirs, params)
+        ours = more.averaged(ours, params, step)
         assert_close(ours, theirs)

@@ -412,17 +412,6 @@ def test_ties_and_dtypes(stored):
     assert tp.diff(stored("other", other), model).paths == ("decoder",)
 
 
-def test_keys_with_dots(stored):
-    tree = {"a.b": ramp(2), "c": {"d": ramp(1), "e.f": ramp(3), "__metadata__": 1}, "n.m": 3}
-    ours, quoted = stored("a", tree), stored("b", saving.names(tree), save_file)
-    bare = {name.replace('"', ""): each for name, each in saving.names(tree).items()}
-    for other in (ours, quoted, stored("c", bare, save_file)):
-        assert not tp.diff(other, ours)
-        assert seen(tree, other) == []
-    more = jax.tree.map(lambda leaf: leaf + 1 if hasattr(leaf, "shape") else leaf, tree)
-    assert len(tp.diff(other, more).rows) == len(tp.diff(more, tree).rows)
-
-
 def test_numbers_and_texts(stored):
     run = {"w": np.ones(2, np.float32), "epoch": 5, "best": 0.25, "name": "a", "rate": np.float32(0.5), "f": jnp.tanh}
     other = run | {"epoch": 6, "best": 0.5, "rate": 0.5, "f": jnp.sin}

@@ -68,19 +68,6 @@ def test_each_line_of_the_tables_of_idioms_runs_after_its_code():
         jax.eval_shape(once) if TRACED.search(line) else once()
 
 
-def test_steps_of_models_are_compiled_by_one_function():
-    """By `tp.jit`, which takes functions in models; plain `jax.jit` with a layout is on the page about it."""
-    steps = {
-        name: re.findall(r"^@(\S+)\n(def .*\n(?:(?: .*)?\n)*)", page.read_text(), re.M) for name, page in PAGES.items()
-    }
-    assert sum(wrapper.startswith("tp.jit") for found in steps.values() for wrapper, _ in found) > 20
-    plain = {name for name, found in steps.items() if any("jax.jit" in w and ".layout" in code for w, code in found)}
-    assert plain <= {"how-to/transformations.md"}
-    for page in (SITE.parent / "README.md", PAGES["index.md"], PAGES["getting-started.md"]):
-        assert "@tp.jit" in page.read_text()
-        assert "@jax.jit" not in page.read_text()
-
-
 @pytest.mark.parametrize("texts", ["docstrings", "pages", "notebooks", "readme"])
 def test_prose_is_as_easy_to_read_as_that_of_equinox_and_optax(texts):
     counted = dialect.counted(getattr(dialect, texts)())
@@ -234,7 +221,6 @@ def test_links_stand_at_names_and_not_in_code():
         "[`tp.ema`](x.md)\n```\n`tp.grad`\n```\n[`layout.mask`][treeparams.Layout.mask]"
     )
     rows = re.findall(r"^\| .*\|$", names.at_a_glance(PAGES["api/index.md"].read_text()), re.M)
-    assert len(rows) > 8
     assert not re.findall(r"(?<!\[)`[\w.]+`(?!\])", "".join(rows))  # the table of the API has links only
 
 
@@ -308,8 +294,3 @@ SEARCHES = {
 def test_a_search_finds_the_page_among_the_first_three(name):
     for query in SEARCHES[name].split("; "):
         assert name in search.ranked(query)[:3], query
-
-
-def test_no_how_to_is_too_long_to_read():
-    lengths = {name: len(page.read_text().split()) for name, page in PAGES.items() if name.startswith("how-to/")}
-    assert max(lengths.values()) <= 1500, lengths

@@ -8,11 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import treeparams as tp
-from treeparams import optim
 
 from .blocks import blocks
 from .zoo import ZOO, as_data, assert_close, assert_same, filled, gradient_of_loss, loss, ramp
@@ -82,22 +80,6 @@ def test_a_model_with_functions_is_called_within_the_map(form):
     assert_close(found, [want] * 3)
     for jit in (tp.jit, eqx.filter_jit):  # which hand functions on
         assert_same(jit(restructure)(rows[0]), restructure(rows[0]))
-
-
-def test_a_population_is_drawn_from_keys():
-    def tied(key):
-        shared = jax.random.normal(key, (2, 3))
-        return {"embed": shared, "f": jnp.tanh, "head": shared, "scale": jnp.ones(2)}
-
-    @jax.jit
-    def both(keys):
-        _, restructure = tp.ravel(tied(keys[0]))
-        each = [tp.ravel(tied(key))[0] for key in keys]
-        return jax.vmap(lambda key: restructure.ravel(tied(key)))(keys), jnp.stack(each)
-
-    matrix, want = both(jax.random.split(jax.random.key(1), 2))
-    assert matrix.shape == (2, 8)
-    assert_same(matrix, want)
 
 
 def test_an_estimate_of_evolution_is_the_derivative_along_its_noise():
