@@ -226,6 +226,7 @@ def test_links_stand_at_names_and_not_in_code():
 
 def test_links_that_lead_nowhere_are_found(tmp_path):
     (tmp_path / "sub").mkdir()
+    (tmp_path / "404.html").write_text("<a href='/nowhere'>")
     (tmp_path / "b.png").write_text("")
     (tmp_path / "a.html").write_text(
         "<h1 id=x></h1><a href=#x><a href=#y><a href=sub/c.html#z><a href=https://e.org/n><img src=n.png>"
