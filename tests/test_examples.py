@@ -7,12 +7,10 @@ import importlib.util
 import pathlib
 import sys
 
-import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import treeparams as tp
@@ -60,43 +58,6 @@ def changed(before, after):
     return {jax.tree_util.keystr(path, simple=True, separator=".") for path in differ}
 
 
-TRAINED = {"encoder.weight", "encoder.bias", "decoder.bias", "classifier.weight", "classifier.bias"}
-
-
-def test_digits_keeps_what_is_declared_and_takes_the_steps_of_a_program_by_hand(example):
-    digits = example("digits")
-    images = np.random.default_rng(0).uniform(size=(3 * 32, 64)).astype(np.float32)
-    labels, key = np.arange(len(images), dtype=np.int32) % 10, jax.random.key(1)
-    start = tp.tie(digits.Network(images, key=jax.random.key(0)))
-    assert set(tp.layout(start).paths) == TRAINED
-    params, rest = tp.partition(start)
-    (params, _), _ = digits.epoch(params, rest, digits.OPTIMISER.init(params), (images, labels), key, tp.combine)
-    declared = tp.combine(params, rest)
-    assert changed(start, declared) == TRAINED | {"decoder.weight"}
-    np.testing.assert_array_equal(declared.decoder.weight, declared.encoder.weight.T)
-
-    def loss(params, images, labels):
-        weight, bias, back, scores, offset = params
-        pixels = (images - start.mean[None]) / start.scale[None]
-        codes = jnp.maximum(pixels @ weight.T + bias[None], 0)
-        errors = jnp.mean((codes @ weight + back[None] - pixels) ** 2, axis=1)
-        found = jax.nn.log_softmax(codes @ scores.T + offset[None])
-        return jnp.mean(errors - found[jnp.arange(len(labels)), labels])
-
-    get = lambda model: tuple(tp.trainables(model)[path] for path in tp.layout(start).paths)
-    params = get(start)
-    state = digits.OPTIMISER.init(params)
-
-    @jax.jit
-    def by_hand(params, state, images, labels):
-        updates, state = digits.OPTIMISER.update(jax.grad(loss)(params, images, labels), state)
-        return optax.apply_updates(params, updates), state
-
-    for batch in jax.random.permutation(key, len(images)).reshape(3, 32):
-        params, state = by_hand(params, state, images[batch], labels[batch])
-    chex.assert_trees_all_close(get(declared), params, rtol=0, atol=2e-5)
-
-
 def test_hamilton_of_the_pendulum_conserves_its_energy_and_no_other(example):
     hamiltonian = example("hamiltonian")
     energy = hamiltonian.energy
@@ -136,22 +97,6 @@ def test_ising_takes_natural_steps(example, monkeypatch):
         normal = jacobian.T @ jacobian + ising.DAMPING * np.eye(len(vector))
         wanted = jacobian.T @ (matrix @ psi - energy * psi) + ising.DAMPING * 0.8 * previous
         np.testing.assert_allclose(direction, np.linalg.solve(normal, wanted), rtol=0, atol=1e-10)
-
-
-def test_laplace_gives_the_variances_of_the_dense_posterior(example):
-    laplace = example("laplace")
-    net = eqx.nn.MLP(64, 10, laplace.WIDTH, 2, key=jax.random.key(1))
-    images = np.random.default_rng(1).uniform(size=(8, 8, 8)).astype(np.float32)
-    found = laplace.posterior(net, jnp.asarray(images[:5]), jnp.arange(5))
-    hidden = lambda image: jnp.append(jax.nn.relu(net.layers[1](jax.nn.relu(net.layers[0](image.reshape(-1))))), 1)
-    precision = 2 * np.eye(330)
-    for image in images[:5]:
-        chance = np.asarray(jax.nn.softmax(net(image.reshape(-1))), float)
-        curvature = np.diag(chance) - np.outer(chance, chance)
-        precision += np.kron(curvature, np.outer(hidden(image), hidden(image)))
-    rows = np.kron(np.eye(10), hidden(images[7]))
-    want = np.diagonal(rows @ np.linalg.solve(precision, rows.T))
-    np.testing.assert_allclose(found.variances(jnp.asarray(images[7:8]), 2.0)[0], want, rtol=1e-4)
 
 
 needs_checkpoint = pytest.mark.skipif(

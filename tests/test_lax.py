@@ -5,7 +5,6 @@ import functools
 import gc
 import inspect
 import re
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -452,20 +451,30 @@ def nested(lax, carry):
     return lax.fori_loop(0, 2, inner, carry)
 
 
-def in_python(condition, step, carry):
-    while condition(carry):
-        carry = step(carry)
-    return carry
+class Python:
+    """Control flow as in `jax.lax`, unrolled."""
 
+    cond = staticmethod(lambda flag, yes, no, carry: (yes if flag else no)(carry))
+    switch = staticmethod(lambda index, branches, carry: branches[int(index)](carry))
+    map = staticmethod(lambda f, xs: jnp.stack([f(x) for x in xs]))
 
-PYTHON = types.SimpleNamespace(
-    scan=lambda step, carry, _, length: (functools.reduce(lambda c, _: step(c, None)[0], range(length), carry), None),
-    fori_loop=lambda low, high, step, carry: functools.reduce(lambda c, i: step(i, c), range(low, high), carry),
-    while_loop=in_python,
-    cond=lambda flag, yes, no, carry: (yes if flag else no)(carry),
-    switch=lambda index, branches, carry: branches[int(index)](carry),
-    map=lambda f, xs: jnp.stack([f(x) for x in xs]),
-)
+    @staticmethod
+    def scan(step, carry, _, length):
+        for _ in range(length):
+            carry, _ = step(carry, None)
+        return carry, None
+
+    @staticmethod
+    def fori_loop(lower, upper, step, carry):
+        for i in range(lower, upper):
+            carry = step(i, carry)
+        return carry
+
+    @staticmethod
+    def while_loop(condition, step, carry):
+        while condition(carry):
+            carry = step(carry)
+        return carry
 
 
 @standard
@@ -484,7 +493,7 @@ def test_nested_control_flow_is_as_unrolled_python():
         "seen": jnp.zeros((), jnp.float32),
     }
     got = tp.jit(lambda carry: nested(tp.lax, carry))(start)
-    assert_close(got, nested(PYTHON, start), 1e-4)
+    assert_close(got, nested(Python, start), 1e-4)
     assert pattern(inexact_leaves(got["model"])) == pattern(inexact_leaves(model))
 
 
