@@ -59,15 +59,12 @@ def test_ties_are_summed_frozen_parts_get_nothing_and_parameters_may_be_complex(
 
 
 def test_each_size_of_piece_is_one_program(model):
-    def sizes(pieces, examples):
+    for pieces, examples, sizes in ((5, 12, {3}), (7, 11, {2, 1})):  # of the first, none is left over
         seen = []
-        of = tp.accumulate(lambda model, batch: seen.append(len(batch[0])) or loss(model, batch), pieces=pieces)
-        jax.eval_shape(lambda batch: of(model, batch), tuple(each[:examples] for each in BATCH))
-        return seen
-
-    assert set(sizes(5, 12)) == {3}  # none is left over
-    assert len(sizes(5, 12)) <= 2  # a scan may trace its body twice
-    assert set(sizes(7, 11)) == {2, 1}
+        of = tp.accumulate(lambda model, x, seen=seen: seen.append(len(x[0])) or loss(model, x), pieces=pieces)
+        jax.eval_shape(lambda batch, of=of: of(model, batch), tuple(each[:examples] for each in BATCH))
+        assert set(seen) == sizes
+        assert len(seen) <= 2 * len(sizes)  # a scan may trace its body twice
 
 
 def test_sums_are_wide_and_gradients_in_the_leaves_dtypes():
@@ -83,7 +80,6 @@ def test_sums_are_wide_and_gradients_in_the_leaves_dtypes():
     with enable_x64(True):
         value, grads = jax.eval_shape(mean, {"w": np.ones(3)}, np.ones((5, 3)))
         assert (value.dtype, grads["w"].dtype) == (jnp.float64, jnp.float64)
-        assert jax.eval_shape(mean, {"w": np.ones(3, "f")}, np.ones((5, 3), "f"))[0].dtype == jnp.float32
 
 
 def test_memory_is_that_of_one_piece_whatever_their_number():
@@ -111,9 +107,7 @@ ONES = np.ones((4, 3))
     ("batch", "pieces", "message"),
     [
         (ONES, True, "a whole number of pieces, at least 1, got True"),
-        ((), 2, "got: no arrays; pass anything"),
         ((ONES, np.ones(5)), 2, r"got: batch\[0\] has 4, batch\[1\] has 5"),
-        ({"x": ramp()}, 2, r"examples in the batch.*got: batch\['x'\] has 0; pass"),
         ((ONES, 2.0), 2, r"batch\[1\] has 0; pass anything .* as a further argument"),
         (np.ones((0, 3)), 2, "at least one, got: batch has 0"),
     ],
@@ -125,6 +119,4 @@ def test_what_is_refused(model, batch, pieces, message):
 
 def test_a_value_that_is_a_number_of_python_batches_of_numpy_and_further_arguments(model):
     of = tp.accumulate(lambda model, x, scale, shift=0.0: 3.0 * scale + shift, pieces=np.int64(2))
-    value, grads = of(model, ONES, 2.0, shift=1.0)
-    assert float(value) == 7
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+    assert float(of(model, ONES, 2.0, shift=1.0)[0]) == 7

@@ -78,9 +78,6 @@ def test_the_frozen_layer_of_equinox(page):
     by_hand = by_optax(optax.sgd(3e-3), loss, trained, page.xs, 5 * page.xs - 2)
     assert_same(page.tuned, eqx.combine(by_hand, frozen))
     assert not np.array_equal(page.tuned.layers[1].weight, page.mlp.layers[1].weight)
-    assert jax.tree.leaves(optax.sgd(3e-3).init(page.mlp)) == []  # as the original has it
-    with pytest.raises(TypeError, match="custom_jvp"):  # the activation
-        optax.adam(3e-3).init(page.mlp)
 
 
 def test_the_gan_of_equinox(page):
@@ -101,15 +98,6 @@ def test_the_gan_of_equinox(page):
         generator, g_state, running = step(page.generator_loss, generator, discriminator, g_state, running, noise)
     assert_same((page.generator, page.discriminator, page.running), (generator, discriminator, running))
     assert not np.array_equal(generator.layers[0].weight, page.nets[0].layers[0].weight)
-
-    # As the original has it: `eqx.is_array` selects the initial statistics, too.
-    state = jax.eval_shape(rule.init, eqx.filter(discriminator, eqx.is_array))
-    assert state[0].mu.layers[1].ema_first_time_index.init.dtype == bool
-    grads = eqx.filter(discriminator, eqx.is_inexact_array)  # the structure of a gradient
-    assert grads.layers[1].ema_first_time_index.init is None
-    if tuple(map(int, optax.__version__.split(".")[:3])) >= (0, 2, 7):
-        with pytest.raises(ValueError, match="ema_first_time_index"):
-            jax.eval_shape(rule.update, grads, state)
 
 
 def test_the_neural_sde_of_diffrax(page):
@@ -153,8 +141,6 @@ def test_the_decay_mask_and_the_clip_of_gpt_jax(flax_page):
     by_hand = by_optax(optax.chain(optax.clip_by_global_norm(1.0), adamw), loss, page.params, page.tokens)
     assert_close(page.gpt.params, by_hand)
     assert not np.array_equal(by_hand["params"]["wte"]["embedding"], page.params["params"]["wte"]["embedding"])
-    with pytest.raises(ValueError, match="FrozenDict"):
-        optax.adamw(2.5e-4, mask=flax.core.freeze(decays)).init(page.params)
 
 
 def test_fit_to_data_of_flowjax(page):
@@ -240,14 +226,11 @@ def test_the_maml_of_jax(page):
 def test_the_tied_embedding_of_midgpt_and_kira(flax_page):
     page = flax_page
 
-    def trained(model, language=lambda model: model):
+    def trained(model, language):
         params, static = eqx.partition(model, eqx.is_array)
         logits = lambda params, tokens: jax.vmap(language(eqx.combine(params, static)))(tokens)
         loss = lambda params, tokens: page.token_loss(logits(params, tokens[:-1]), tokens[1:])
         return language(eqx.combine(by_optax(page.adamw, loss, params, page.tokens), static))
-
-    apart = trained(page.start)
-    assert np.any(np.not_equal(apart.lm_head.weight, apart.wte.weight))  # as in midGPT
 
     pair = eqx.nn.Shared((page.start.wte, page.start.lm_head), lambda pair: pair[1].weight, lambda pair: pair[0].weight)
     shared = trained(pair, lambda pair: page.Language(*pair()))  # as in Kira
@@ -273,84 +256,38 @@ def test_the_train_state_of_flax_that_stays(flax_page):
 
 
 def test_the_solutions_of_evosax(more):
-    """Three strategies over vectors, each over those of `ravel_pytree` and of the port."""
-    ravel_pytree = jax.flatten_util.ravel_pytree
-    evosax = lambda solution: (lambda solution: ravel_pytree(solution)[0], ravel_pytree(solution)[1])
-    open_es = lambda mean, noise, fitness: mean - 0.1 * jnp.mean(noise * fitness[:, None], axis=0)
-    elite = lambda mean, noise, fitness: mean + 0.1 * jnp.mean(noise[jnp.argsort(fitness)[:2]], axis=0)
-    best = lambda mean, noise, fitness: mean + 0.1 * noise[jnp.argmin(fitness)]
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def found(functions, solution, noises):
-        ravel, unravel = functions(solution)
-        objective = lambda vector: sum(jnp.sum(jnp.sin(leaf) ** 2) for leaf in jax.tree.leaves(unravel(vector)))
-
-        def step(means, noise):
-            fitness = lambda mean: jax.vmap(objective)(mean[None] + 0.1 * noise)
-            return [each(mean, noise, fitness(mean)) for each, mean in zip(strategies, means, strict=True)], None
-
-        strategies, mean = (open_es, elite, best), ravel(solution)
-        return list(map(unravel, jax.lax.scan(step, [mean] * 3, noises)[0]))
-
-    solution = {name: more.policy[name] for name in ("w", "b")}
-    noises = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
-    ours, theirs = (found(functions, solution, noises) for functions in (more.get_ravel_fn, evosax))
-    assert_same(ours, theirs)
-    assert len({str(each) for each in ours}) == 3
+    ravel_pytree, solution = jax.flatten_util.ravel_pytree, {name: more.policy[name] for name in ("w", "b")}
+    (ravel, unravel), (vector, back) = more.get_ravel_fn(solution), ravel_pytree(solution)
+    assert_same((ravel(solution), unravel(2 * vector)), (vector, back(2 * vector)))
     assert more.policies["steps"].dtype == jnp.int32
     assert ravel_pytree(more.policy)[0].size == 9  # the counter is searched over
 
 
 def test_the_pruning_of_haiku(more):
-    def by_hand(params, density):
-        found = {}
-        for module, leaves in params.items():
-            prunes = not module.endswith("linear_2")
-            found[module] = {
-                name: leaf * more.topk_mask(leaf, density) if prunes and name == "w" else leaf
-                for name, leaf in leaves.items()
-            }
-        return found
+    def by_hand(params):
+        pruned = lambda w: w * more.topk_mask(w, 0.6)
+        prunes = {module: not module.endswith("linear_2") for module in params}
+        return {name: its | {"w": pruned(its["w"])} if prunes[name] else its for name, its in params.items()}
 
-    both = jax.jit(lambda params, density: (more.pruned(params, density), by_hand(params, density)))
-    first = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, more.sparse)
-    for density in (1.0, 0.6, 0.25):
-        assert_same(*both(first, density))
+    params = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, more.sparse)
+    assert_same(*jax.jit(lambda params: (more.pruned(params, 0.6), by_hand(params)))(params))
 
 
 def test_the_gradient_in_pieces_of_vision_transformer(more):
-    def accumulate_gradient(params, images, labels, pieces):
-        size = len(images) // pieces
-        value_and_grad = jax.value_and_grad(more.mean_loss)
-
-        def add(i, total):
-            piece = tuple(jax.lax.dynamic_slice_in_dim(each, i * size, size) for each in (images, labels))
-            return jax.tree.map(jnp.add, total, value_and_grad(params, piece))
-
-        total = jax.lax.fori_loop(1, pieces, add, value_and_grad(params, (images[:size], labels[:size])))
-        return jax.tree.map(lambda each: each / pieces, total)
-
-    by_hand = jax.jit(accumulate_gradient, static_argnums=3)(more.sparse, more.images, more.labels, 3)
+    pieces, of_piece = np.arange(12).reshape(3, 4), jax.jit(jax.value_and_grad(more.mean_loss))
+    each = [of_piece(more.sparse, (more.images[piece], more.labels[piece])) for piece in pieces]
+    by_hand = jax.tree.map(lambda *leaves: sum(map(np.asarray, leaves)) / 3, *each)
     assert_close(jax.jit(more.in_pieces)(more.sparse, (more.images, more.labels)), by_hand)
 
 
 def test_the_complex_parameters_of_jvmc(more):
-    def flat(params):  # real parts of a parameter, then its imaginary ones
-        leaves = map(np.asarray, jax.tree.leaves(params))
-        return np.concatenate([part.ravel() for leaf in leaves for part in (leaf.real, leaf.imag)])
-
-    def unflattened(vector):
-        leaves, start = [], 0
-        for leaf in jax.tree.leaves(more.amplitudes):
-            real, imag = vector[start : start + leaf.size], vector[start + leaf.size : start + 2 * leaf.size]
-            leaves.append((real + np.complex64(1j) * imag).reshape(leaf.shape))
-            start += 2 * leaf.size
-        return jax.tree.unflatten(jax.tree.structure(more.amplitudes), leaves)
-
-    np.testing.assert_array_equal(more.parameters, flat(more.amplitudes))
-    update = np.cos(np.arange(18, dtype=np.float32))
-    updated = jax.tree.map(lambda leaf, change: np.asarray(leaf) + change, more.amplitudes, unflattened(update))
-    assert_same(more.set_parameters(more.parameters + update), jax.device_put(updated))
+    leaves, treedef = jax.tree.flatten(jax.device_get(more.amplitudes))
+    # Real parts of a parameter, then its imaginary ones.
+    flat = lambda leaves: np.concatenate([part.ravel() for leaf in leaves for part in (leaf.real, leaf.imag)])
+    np.testing.assert_array_equal(more.parameters, flat(leaves))
+    changed = [leaf + np.exp(1j * np.arange(leaf.size, dtype=np.float32)).reshape(leaf.shape) for leaf in leaves]
+    changed = [leaf.astype(np.complex64) for leaf in changed]
+    assert_same(more.set_parameters(flat(changed)), jax.device_put(treedef.unflatten(changed)))
     of_each = jax.jit(jax.vmap(jax.grad(more.log_psi, holomorphic=True), (None, 0)))
     grads = of_each(more.amplitudes, more.configurations)
     want = np.concatenate([np.reshape(leaf, (4, -1)) for leaf in jax.tree.leaves(grads)], axis=1)
@@ -376,18 +313,11 @@ def test_the_vae_of_nnx(more):
 
 
 def test_the_average_of_a_diffusion_trainer(more):
-    def by_hand(average, params, step):
-        if step < 4:
-            return params
-        if step % 2:
-            return average
-        decay = min(1 - (1 + max(step - 5, 0)) ** (-2 / 3), 0.995)
-        return jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, params)
-
     ours = theirs = params = jax.tree.map(np.asarray, more.sparse)
-    for step in range(12):
+    for step in range(9):
+        grown = min(1 - (1 + max(step - 5, 0)) ** (-2 / 3), 0.995)
+        decay = np.float32(0 if step < 4 else 1 if step % 2 else grown)
         params = jax.tree.map(lambda w: np.float32(0.9) * w, params)
-        ours, theirs = more.averaged(ours, params, step), by_hand(theirs, params, step)
-        if step < 4:
-            assert_same(ours, jax.device_put(theirs))
+        theirs = jax.tree.map(lambda a, p, decay=decay: decay * a + (1 - decay) * p, theirs, params)
+        ours = more.averaged(ours, params, step)
         assert_close(ours, theirs)

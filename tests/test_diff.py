@@ -131,14 +131,10 @@ SEEN = {  # two trees, and the rows of their diff
     "static values of other sizes": (Layer(W, (1, 2)), Layer(W, (1,)),
         ("kind", "static", "(1, 2) (tuple)", "(1,) (tuple)")),
     "static arrays": (Registered(W, W), Registered(W, ramp(2)), ("", "static", "float32[2]", "another float32[2]")),
-    "long values": (Layer(W, "x" * 99 + "a"), Layer(W, "x" * 99 + "b"),
-        ("kind", "static", "...xxxxxxxxxxa' (str)", "...xxxxxxxxxxb' (str)")),
     "keys of one text": ({1: W}, {"1": W}, ("", "static", "1 (int)", "'1' (str)")),
     "functions": ([jnp.tanh], [jax.nn.relu], ("0", "value", "tanh (PjitFunction)", "relu (custom_jvp)")),
     "numbers": ([2, 2, 0.5], [2.0, True, 0.5],
         ("0", "value", "2 (int)", "2.0 (float)"), ("1", "value", "2 (int)", "True (bool)")),
-    "arrays of text": ([np.array(["a"])], [np.array(["b"])],
-        ("0", "value", "array(['a'], dtype='<U1') (ndarray)", "array(['b'], dtype='<U1') (ndarray)")),
     "a number and an array": ([0.5, 0.5], [f32(0.5), np.float64(0.5)],
         ("0", "type", "0.5 (float)", "float32[]"), ("1", "value", "0.5 (float)", "0.5 (float64)")),
     "shapes and dtypes": ([W], [np.arange(3)], ("0", "shape, dtype", "float32[2]", "int32[3]")),
@@ -162,14 +158,12 @@ def test_rows_stand_in_tree_order_and_a_path_stands_once():
     shared = ramp(3)
     here = Net([Norm(shared, shared), 1], jnp.tanh, 2)
     there = Net([Norm(ramp(4), ramp(3, dtype=jnp.int32)), 1.0, W], jax.nn.relu, 3, 0.25)
-    want = [
-        *[("width", "static"), ("layers.0.scale", "shape"), ("layers.0.mean", "dtype"), ("layers.1", "value")],
-        *[("layers.2", "structure"), ("activation", "value"), ("rate", "value"), ("layers.0.scale", "tie")],
-        ("layers.0.mean", "elements"),
-    ]
     diff = tp.diff(here, there)
-    assert [row[:2] for row in diff.rows] == want
-    assert diff.paths == tuple(dict.fromkeys(path for path, _ in want))
+    assert [f"{path}: {what}" for path, what, *_ in diff.rows] == [
+        *("width: static", "layers.0.scale: shape", "layers.0.mean: dtype", "layers.1: value", "layers.2: structure"),
+        *("activation: value", "rate: value", "layers.0.scale: tie", "layers.0.mean: elements"),
+    ]
+    assert diff.paths == tuple(dict.fromkeys(row.path for row in diff.rows))
 
 
 def test_static_lists_that_have_changed_in_place_or_contain_themselves():
@@ -178,11 +172,8 @@ def test_static_lists_that_have_changed_in_place_or_contain_themselves():
     model.kind.append(2)
     (row,) = layout.diff(tp.layout(model)).rows
     assert (row.path, row.what, row.second) == ("", "static", "the same, changed in place since")
-    here, there = Registered(W, [1]), Registered(W, [2])
-    for each in (here, there):
-        each.kind.append(each.kind)
-    assert tp.diff(here, there).rows[0][:4] == ("0", "static", "1 (int)", "2 (int)")
-    assert not tp.diff(here, Registered(W, here.kind))
+    model.kind.append(model.kind)
+    assert tp.diff(model, Layer(W, [1])).paths == ("kind",)
 
 
 def test_states_stacks_vectors_averages(stored):
@@ -191,19 +182,13 @@ def test_states_stacks_vectors_averages(stored):
     moved = jax.tree.map(lambda x: np.asarray(np.asarray(x) + np.ones((), x.dtype)), state)
     by_element = tp.diff(state, moved)
     assert {row.what for row in by_element.rows} == {"elements"}
-    files = [stored(name, {"model": model, "optimiser": its}) for name, its in (("before", state), ("after", moved))]
-    assert {path.split(".")[0] for path in tp.diff(*files).paths} == {"optimiser"}
-    assert set(tp.diff(saving.names(files[0], "optimiser"), moved).paths) == set(by_element.paths)
+    file = stored("before", {"model": model, "optimiser": state})
+    assert set(tp.diff(saving.names(file, "optimiser"), moved).paths) == set(by_element.paths)
     assert ("b", "trained", "trained", "frozen") in seen(state, frozen)
     other = {"a": ramp(2, start=3), "b": ramp(3, start=3)}
-    (vector, restructure), (stacks, _) = tp.ravel(model), tp.stack(model)
-    assert tp.diff(vector, restructure.ravel(other)).paths == ("",)
-    assert tp.diff(stacks, tp.stack(other)[0]).paths == ('"float32[2]"', '"float32[3]"')
-    assert not tp.diff(restructure, tp.ravel(other)[1])
-    average = tp.Ema(model, 0.9)
-    assert not tp.diff(average, tp.Ema(model, 0.9))
-    assert tp.diff(average, tp.Ema(model, 0.5)).rows[0][:4] == ("decay", "static", "0.9 (float)", "0.5 (float)")
-    assert seen(tp.partition(model)[1], tp.partition(model, "a")[1])[0] == ("b", "trained", "trained", "frozen")
+    assert tp.diff(tp.stack(model)[0], tp.stack(other)[0]).paths == ('"float32[2]"', '"float32[3]"')
+    assert not tp.diff(tp.ravel(model)[1], tp.ravel(other)[1])
+    assert seen(tp.Ema(model, 0.9), tp.Ema(model, 0.5))[0] == ("decay", "static", "0.9 (float)", "0.5 (float)")
 
 
 def test_sharding():
@@ -212,11 +197,9 @@ def test_sharding():
     one = jnp.asarray(np.arange(8.0, dtype=np.float32))
     assert not tp.diff(put("d"), put("d"))
     assert not tp.diff(put(), put(None))  # the same in other words
-    assert not tp.diff(np.asarray(one), put("d"))
     turned = NamedSharding(Mesh(np.array(jax.devices()[3::-1]), ("d",)), PartitionSpec("d"))
     first, second = map(repr, first_devices(2))
     for here, there, words in (
-        (one, put(), (first, "() over d=4")),
         (put(), put("d"), ("() over d=4", "('d',) over d=4")),
         (one, jax.device_put(one, jax.devices()[1]), (first, second)),
         (one, jax.device_put(one, jax.devices()[0]), (first, f"{first}, committed")),
@@ -250,11 +233,9 @@ NUMBERS = {
     "largest floats": (f32([3e38]), f32([-3e38]), (2 * float(f32(3e38)), 2.0, 1), ("3e+38", "-3e+38")),
     "float8": (f8([1, 2]), f8([1, 4]), (2.0, 0.5, 1), ("2", "4")),
     "complex": (np.complex64([1, 3 + 4j]), np.complex64([1, 0]), (5.0, inf, 1), ("(3+4j)", "0j")),
-    "half a NaN": (c64([complex(1, nan)]), c64([complex(2, nan)]), (inf, inf, 1), ("(1+nanj)", "(2+nanj)")),
     "wide beside narrow": (i64([2**32 + 5]), np.int32([5]), (2.0**32, 2.0**32 / 5, 1), (str(2**32 + 5), "5")),
     "a wide complex": (np.complex128([1e300j]), c64([complex(0, inf)]), (inf, inf, 1), ("1e+300j", "infj")),
     "widest ints": (i64([2**63 - 1]), i64([-(2**63)]), (2.0**64, 2.0, 1), (str(2**63 - 1), str(-(2**63)))),
-    "widest unsigned": (np.uint64([0]), np.uint64([2**64 - 1]), (2.0**64, 1.0, 1), ("0", str(2**64 - 1))),
     "bools": (np.array([True, False]), np.array([False, False]), (1.0, inf, 1), ("True", "False")),
 }  # fmt: skip
 
@@ -292,14 +273,13 @@ def test_what_is_equal_by_value():
 
 def test_tolerance():
     here, there = f32([1.0, 100.0, inf]), f32([1.01, 101.0, inf])
-    for options, differing in (({"atol": 0.5}, 1), ({"rtol": 0.005}, 2), ({"atol": 0.85, "rtol": 0.001}, 1)):
-        close = np.isclose(here, there, options.get("rtol", 0), options.get("atol", 0))
-        assert elements(here, there, **options).differing == differing == np.sum(~close)
+    for atol, rtol, differing in ((0.5, 0, 1), (0, 0.005, 2), (0.85, 0.001, 1)):
+        close = np.isclose(here, there, rtol, atol)
+        assert elements(here, there, atol=atol, rtol=rtol).differing == differing == np.sum(~close)
     assert not tp.diff(here, there, atol=1)
     assert not tp.diff(here, there, rtol=0.01)
     assert elements(f32([1, nan, inf]), f32([1, 1, 1]), atol=inf, rtol=1).differing == 2
     assert elements(np.array([True]), np.array([False]), atol=2)
-    assert not tp.diff(i64([-(2**63)]), i64([2**63 - 1]), atol=2.0**64)
     assert seen([0.5, 2, "a"], [0.6, 3, "a"], atol=0.2) == [("1", "value", "2 (int)", "3 (int)")]
     assert elements(f32([0, 0]), f32([1, 2]), atol=1.5)[2:7] == ("0.0", "2.0", 2.0, 1.0, 1)
 
@@ -318,9 +298,8 @@ def test_large_arrays_in_pieces(monkeypatch):
 
 
 def test_the_table():
-    first, second = f32([1, 2, 3]), f32([1, 2, 4])
-    here = {"a": first, "b": f32([0.5]), "n": 2, "same": W, "<i>": None}
-    there = {"a": second, "b": f32([nan]), "n": 2.0, "same": W, "<i>": ()}
+    here = {"a": f32([1, 2, 3]), "b": f32([0.5]), "n": 2, "same": W, "<i>": None}
+    there = {"a": f32([1, 2, 4]), "b": f32([nan]), "n": 2.0, "same": W, "<i>": ()}
     diff = tp.diff(here, there)
     assert str(diff).splitlines() == [
         "path  what       first    second",
@@ -336,11 +315,6 @@ def test_the_table():
     assert repr(diff) == "Diff(4 differences (<i>, n, b, a))"
     assert ">path</th>" in diff._repr_html_()
     assert "&lt;i&gt;" in diff._repr_html_()
-    assert str(tp.diff(first, second)).splitlines()[1:] == [
-        '""          1      0.25    1 of 3    3.0     4.0',
-        "",
-        "1 difference",
-    ]
     many = str(tp.diff(list(range(100)), list(range(1, 101))))
     assert "... 60 more" in many
     assert many.endswith("100 differences")
@@ -353,7 +327,6 @@ def test_errors(tmp_path):
     deleted["w"].delete()
     for kind, words, *pair in [
         (TypeError, r"two models or two layouts, got a Layout and a list.*tp\.layout\(model\)", layout, [W]),
-        (TypeError, r"two models or two layouts, got a list and a Layout", [W], layout),
         (TypeError, r"a Layout and a str", layout, "a"),
         (OSError, "nothing", tmp_path / "nothing", [W]),
         (OSError, "relu", "relu", "relu"),
@@ -362,13 +335,10 @@ def test_errors(tmp_path):
     ]:
         refused(words, tp.diff, *pair, kind=kind)
     assert not tp.diff(deleted, dict(deleted))  # one object, of which nothing is read
-    for name in ("atol", "rtol"):
-        for kind, words, values in [
-            (ValueError, "must be at least 0, got", (-1, nan, np.float32(-0.5))),
-            (TypeError, "must be a number, at least 0, or None, got", ("1", True, [1])),
-        ]:
-            for value in values:
-                refused(f"{name} {words}", tp.diff, W, W, **{name: value}, kind=kind)
+    for value in (-1, nan):
+        refused("atol must be at least 0, got", tp.diff, W, W, atol=value, kind=ValueError)
+    for value in ("1", True):
+        refused("rtol must be a number, at least 0, or None, got", tp.diff, W, W, rtol=value, kind=TypeError)
 
 
 def test_refs_are_compared_by_value(stored):
@@ -382,7 +352,6 @@ def test_refs_are_compared_by_value(stored):
     for here, there in ((model, other), (other, str(file))):
         (row,) = tp.diff(here, there).rows
         assert (row.path, row.what, row.absolute, row.differing) == ("mean", "elements", 2.0, 1)
-    assert [row.what for row in tp.diff(model, {**model, "mean": jax.new_ref(jnp.ones(2))}).rows] == ["shape"]
 
 
 # -- Files: as trees are, by name, with whatever of the two is a file --------------------------------------------------
@@ -438,25 +407,9 @@ def test_ties_and_dtypes(stored):
     # One that is computed is in no file, unless it is not what it is declared to be.
     model, other = Transposed(ramp(2, 3), ramp(2, 3).T), Transposed(ramp(2, 3), ramp(3, 2, start=3))
     file = stored("computed", model)
-    assert list(saving.names(file)) == ["encoder"]
     assert not tp.diff(file, model)
-    assert not tp.diff(file, saving.names(model))
     assert seen(other, file) == []
     assert tp.diff(stored("other", other), model).paths == ("decoder",)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [{"a.b": ramp(2)}, {"a.b": ramp(2), "c": {"d": ramp(1)}, "n.m": 3}, {"m": {"a.b": ramp(2), "__metadata__": 1}}],
-)
-def test_keys_with_dots(tree, stored):
-    ours, quoted = stored("a", tree), stored("b", saving.names(tree), save_file)
-    bare = {name.replace('"', ""): each for name, each in saving.names(tree).items()}
-    for other in (ours, quoted, stored("c", bare, save_file)):
-        assert not tp.diff(other, ours)
-        assert seen(tree, other) == []
-    more = jax.tree.map(lambda leaf: leaf + 1 if hasattr(leaf, "shape") else leaf, tree)
-    assert len(tp.diff(other, more).rows) == len(tp.diff(more, tree).rows)
 
 
 def test_numbers_and_texts(stored):
@@ -469,7 +422,6 @@ def test_numbers_and_texts(stored):
         ("run.rate", "value", "0.5 (float32)", "0.5 (float)"),
     ]
     assert sorted(seen(a, b)) == sorted(seen(a, {"run": other})) == want
-    assert sorted(seen(saving.names(a, "run"), other))[0] == ("best", *want[0][1:])
     assert [path for path, *_ in seen(a, b, atol=1)] == ["run.epoch", "run.rate"]
     assert seen(a, {"run": run | {"epoch": np.int32([5])}}) == [("run.epoch", "type", "5 (int)", "int32[1]")]
     assert seen({"run": {"w": run["w"]}, "step": 3}, a)[0] == ("step", "structure", "3 (int)", "nothing")
@@ -477,6 +429,4 @@ def test_numbers_and_texts(stored):
     theirs = stored("theirs", {"run.w": run["w"]}, save_file)
     assert not tp.diff(a, theirs)
     assert not tp.diff(theirs, {"run": other})
-    # Two texts are two files, and within lists they are texts.
-    assert not tp.diff(stored("texts", ["relu", "tanh"]), ["relu", "tanh"])
-    assert tp.diff(["relu", "tanh"], ["relu", "gelu"]).paths == ("1",)
+    assert tp.diff(["relu", "tanh"], ["relu", "gelu"]).paths == ("1",)  # two texts are two files, and here texts

@@ -82,34 +82,6 @@ def test_a_frozen_array_is_not_touched_by_the_backward_pass():
     assert accessed[0] == accessed[1]
 
 
-class Inner(eqx.Module):
-    p: jax.Array
-    q: jax.Array
-
-
-class Some(eqx.Module):
-    a1: jax.Array
-    eps: float
-    inner: Inner
-
-
-class OnlyOne(Some):
-    inner: Inner = tp.field(trainable=False)
-
-
-def test_the_gradient_is_of_the_one_field_alone_by_every_route():
-    parts, x = (ramp(3), 0.5, Inner(ramp(3), ramp(3))), ramp(3)
-    free, declared = Some(*parts), OnlyOne(*parts)
-    use = lambda model, x: jnp.sum(model.a1 * x * model.inner.p + model.inner.q + model.eps)
-    mask = jax.tree.map(lambda leaf: leaf is free.a1, free)
-    by_hand = jax.make_jaxpr(jax.grad(lambda a1, x: use(Some(a1, *parts[1:]), x)))(free.a1, x)
-    of_parts = lambda p, r, x: tp.grad(use, r.layout)(tp.combine(p, r), x)
-    for model, trainable in ((declared, None), (free, mask), (free, "a1"), (free, lambda m: m.a1)):
-        program, grads = jax.make_jaxpr(of_parts, return_shape=True)(*tp.partition(model, trainable), x)
-        assert (grads.a1.shape, grads.eps, grads.inner) == ((3,), None, Inner(None, None))
-        assert len(program.eqns) == len(by_hand.eqns)  # nothing is computed for the rest
-
-
 def test_options_alone_make_a_decorator():
     model, x = {"w": np.ones(2, "f"), "v": np.ones(2, "f")}, np.arange(4, dtype=np.float32).reshape(2, 2)
     mean = lambda model, x: jnp.mean(x @ model["w"])

@@ -13,7 +13,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from .zoo import ZOO, assert_same, filled, ramp
+from .zoo import filled, ramp
 
 
 class Net(eqx.Module):
@@ -25,13 +25,6 @@ class Net(eqx.Module):
 def tied(**others: Any) -> dict[str, Any]:
     shared = ramp(2)
     return {"a": shared, "b": shared, **others}
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_models_survive_the_way_in_and_out(name):
-    model = ZOO[name].make()
-    as_jax = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, model)
-    assert_same(tp.jit(lambda m: m)(model), as_jax)
 
 
 def test_ties_are_known_inside_and_hold_after_donation_too():
@@ -116,17 +109,6 @@ def test_errors_of_jax_name_the_argument_by_its_path():
         tp.jit(lambda m, x: 1 if m["layers"][1]["a"][0] else 2, donate="all-except-first")(model, ramp(2))
 
 
-def test_inside_of_other_transformations():
-    model = tied(f=jnp.tanh)
-    f = tp.jit(lambda m, x: jnp.sum(m["f"](m["a"] * m["b"] * x)))
-    want = f(model, 1.0)
-    slope = jax.jit(jax.grad(lambda a: jnp.sum(jnp.tanh(a * a))))(model["a"])
-    np.testing.assert_allclose(tp.grad(f)(model, 1.0)["a"], slope, 1e-6)
-    np.testing.assert_allclose(jax.jit(jax.vmap(lambda x: f(model, x)))(np.ones(3, "f")), [want] * 3, 1e-6)
-    total, _ = jax.lax.scan(lambda c, x: (c + f(model, x), None), 0.0, np.ones(3, "f"))
-    np.testing.assert_allclose(total, 3 * want, 1e-6)
-
-
 def test_arrays_of_numpy_are_traced_and_its_scalars_are_static_as_python_numbers_are():
     traces = []
     step = tp.jit(lambda w, rate: (traces.append(1) or w - rate * w, np.zeros(2, np.float32), np.float32(3)))
@@ -143,8 +125,6 @@ def test_arrays_of_numpy_are_traced_and_its_scalars_are_static_as_python_numbers
 
 
 A, B = ramp(1), ramp(1, start=2)
-
-
 FIRST_TIE = r"'1.0.0' is tied to 1.0.1 in the first, to nothing .*\n"
 
 
@@ -156,7 +136,6 @@ FIRST_TIE = r"'1.0.0' is tied to 1.0.1 in the first, to nothing .*\n"
         ([A, "one"], [A, "two"], r"other values: .*'one'.* in the first, .*'two'.* in the second"),
         (Net(A, n=1), Net(A, n=2), r"has other static values"),
         ([A, "one"], [A, B], r"'1.0.1' is no array in the first, an array in the second"),
-        ([A, B], [A, "one"], r"'1.0.1' is an array in the first, no array in the second"),
     ],
 )
 def test_a_compiled_program_refuses_what_it_was_not_lowered_for(known, other, message):
@@ -177,7 +156,6 @@ def test_a_compiled_program_refuses_what_has_changed_since():
     with pytest.raises(ValueError, match="a value that is no array has been changed in place"):
         compiled(Late(A), rates)
     rates.its.pop()
-    compiled(Late(A), rates)
     tp.declare(Late, freeze="w")
     with pytest.raises(ValueError, match=r"tp\.declare has been called since"):
         compiled(Late(A), rates)

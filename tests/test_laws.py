@@ -93,7 +93,7 @@ def test_each_stack_has_a_row_for_each_slot_in_tree_order(model, layout):
 
 @pytest.mark.filterwarnings("ignore:.*(same node|equal bit for bit)")  # as small models are by accident
 @pytest.mark.filterwarnings("ignore:nothing is trained")
-@generated(10)
+@generated(6)
 @hypothesis.given(zoo.models())
 def test_forms_and_gradients_of_generated_models(model):
     assert_same(tp.combine(*tp.partition(model)), model)

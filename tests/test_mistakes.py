@@ -3,7 +3,6 @@
 They come from Equinox, from Flax and Optax, from PyTorch and Julia.
 """
 
-import functools
 import inspect
 import operator
 import pickle
@@ -47,13 +46,9 @@ ASK = r"To test each leaf, write tp.leaves\(lambda path, leaf: \.\.\.\)"
 ITSELF = "expected a mask or a `where`.* got {} itself: write its path, {}"
 WHERES: list[Row] = [
     select("a typo", "layer.0", NEAREST),
-    select("a typo in what is taken away", "!layer.0", NEAREST),
-    select("a name of PyTorch's", ["layers.0.weight", "fc.weight"], "'fc.weight' selects nothing; nearest"),
     select("brackets", "layers[0].weight", "selects nothing; nearest: 'layers.0.weight'"),
-    select("slashes", "layers/0/weight", "selects nothing; nearest: 'layers.0.weight'"),
     select("the name of the variable", "model.layers.0", "selects nothing; nearest: 'layers.0'"),
     select("keystr", "['layers'][0]", "in the style of jax.tree_util.keystr; write entries with dots"),
-    select("too far from the end", "layers.-3", NEAREST),
     select("a regex of a part", re.compile("weight"), "'weight' selects nothing; nearest: 'layers"),
     select("a class that is not there", eqx.nn.Conv2d, "'Conv2d' selects nothing; the model has nodes of Linear, MLP"),
     select("an empty list", [], "an empty sequence selects nothing; leave the argument out"),
@@ -64,18 +59,14 @@ WHERES: list[Row] = [
     select("a leaf for the model", lambda leaf: leaf.ndim == 2, f"has no attribute 'ndim'. {ASK}"),
     select("a filter of Equinox", eqx.is_inexact_array, f"'is_inexact_array' must return nodes.*; got bool. {ASK}"),
     select("an attribute that is not there", lambda m: m.layer, r"as for eqx.tree_at.*AttributeError: .*'layer'\.?$"),
-    select("a layer that is not there", lambda m: m.layers[7], r"as for eqx.tree_at.*IndexError: [\w ]+$"),
     select("a value of nodes", lambda m: m.layers[0].weight.sum(), f"given shapes in place of arrays.*'sum'. {ASK}"),
     select("a path from a function", lambda m: "layers.0", f"must return nodes of the model.*; got str. {ASK}"),
     select("no nodes", lambda m: [layer.bias for layer in m.layers][5:], "lambda at .* selects nothing; the model's"),
     select("no leaves", tp.leaves(lambda path, leaf: leaf.ndim == 7), r"tp.leaves\(lambda at .*selects nothing"),
     select("leaves of one", tp.leaves(lambda leaf: True), "called as predicate.path, leaf..*1 positional", TypeError),
     select("leaves with values", tp.leaves(lambda path, leaf: leaf.sum() > 0), "a jax.ShapeDtypeStruct; at", TypeError),
-    select("leaves of ints", tp.leaves(lambda path, leaf: leaf.ndim), "must return a bool, got int at 'lay", TypeError),
     ("leaves by name", lambda t: tp.leaves("w"), TypeError, "expects a function of path and leaf, got str"),
     ("a node", lambda t: tp.layout(t.model, freeze=t.model.layers[0]), TypeError, ITSELF.format("Linear", "'lay")),
-    ("a node to train", lambda t: tp.layout(t.model, t.model.layers[1]), TypeError, ITSELF.format("Lin.*", "'lay")),
-    ("nodes", lambda t: tp.layout(t.model, freeze=t.model.layers), TypeError, ITSELF.format("Linear", "'layers.0'")),
     ("an array", lambda t: tp.layout(t.dict, freeze=t.dict["w"]), TypeError, ITSELF.format(".*", "'w'")),
     ("the model", lambda t: tp.layout(t.model, t.model), TypeError, ITSELF.format("MLP", r"'\*\*'")),
     ("another's node", lambda t: tp.layout(t.model, freeze=t.other.layers[0]), TypeError, "has none like it; wri"),
@@ -84,29 +75,22 @@ WHERES: list[Row] = [
     ("a part of a mask", lambda t: tp.layout(t.dict, {"w": True}), ValueError, "of the model.*'b' is only in"),
     ("half of a tie", lambda t: tp.layout(t.tied, freeze="head"), ValueError, "one array. Either make .*freeze="),
     ("a dtype for where", lambda t: tp.ravel(t.model, "float32"), ValueError, r"by keyword, tp.ravel\(model, dtype="),
-    ("a type for where", lambda t: tp.ravel(t.model, jnp.float32), ValueError, r"by keyword, tp.ravel\(model, dtype="),
 ]
 DECLARED: list[Row] = [
     ("a class", lambda t: tp.layout(eqx.nn.MLP), TypeError, "expected a model.*got the class MLP; make an"),
-    ("a class to train", lambda t: t.tx.init(eqx.nn.MLP), TypeError, "got the class MLP; make an"),
-    ("a path for a model", lambda t: tp.layout("layers.0", "**"), TypeError, "expected a model.*got str"),
     ("a layout for a model", lambda t: tp.ravel(t.layout), TypeError, "expected a model.*got Layout"),
     ("trainabel=", lambda t: tp.field(trainabel=False), TypeError, "no argument 'trainabel'; nearest: 'trainable'"),
     ("requires_grad=", lambda t: tp.field(requires_grad=False), TypeError, "'requires_grad'; write trainable=Fal"),
     ("trainable='no'", lambda t: tp.field(trainable="no"), TypeError, "got 'no'; trainable=False freezes"),
     ("a static parameter", lambda t: tp.field(static=True, trainable=True), ValueError, "drop `static=True` or"),
     ("a tie to a number", lambda t: tp.field(tied_to=3), TypeError, "such as 'embed.weight'.*got 3"),
-    ("a tie by function", lambda t: tp.field(tied_to=lambda m: m.w), TypeError, "'embed.weight'.*got lambda at te"),
     ("a transform alone", lambda t: tp.field(transform=jnp.transpose), ValueError, 'tied_to="embed", transform='),
     ("a tie misspelt", lambda t: tp.layout(Misspelt(*[jnp.ones(2)] * 2)), ValueError, "'embd'.*nearest: 'embed'"),
     ("a ref", lambda t: t.tx.init({"w": jax.new_ref(jnp.ones(2))}), ValueError, r"got a ref.*'w'.*ref\[...\] or jax"),
     ("a number promised", lambda t: tp.layout(Promised(0.1)), TypeError, r"converter=jnp.asarray\) for a number"),
     ("declare(model)", lambda t: tp.declare(t.model), TypeError, r"a class, got MLP; for one model write tp.layout"),
-    ("declare a typo", lambda t: tp.declare(Tied, freeze="hed"), ValueError, "no field for 'hed'; nearest: 'head'"),
     ("frozen=True", lambda t: tp.declare(Tied, freeze=True), TypeError, 'must be a glob.*such as "bias".*got bool'),
     ("a list of ties", lambda t: tp.declare(Tied, ties=["head"]), TypeError, "ties must be a dictionary {alias: path}"),
-    ("ties by function", lambda t: tp.layout(t.tied, ties={len: "head"}), TypeError, "must be a path.*got len"),
-    ("ties=", lambda t: tp.layout(t.dict, ties=[("w", "b")]), TypeError, "ties must be a dictionary {alias: path}"),
     ("a lambda", lambda t: tp.layout(t.dict, ties={"w": ("b", lambda b: b)}), ValueError, "lambda at .*at module l"),
     ("a tie of nodes", lambda t: tp.tie(t.model, "layers.0", "layers.1"), ValueError, "a node; name an array in it"),
     ("tie by function", lambda t: tp.tie(t.model, len, len), TypeError, r'needs both paths, tp.tie\(model, "head"'),
@@ -121,25 +105,14 @@ DECLARED: list[Row] = [
 ]
 
 
-OPTIONS = r"expected a function of the model, got str; name the options: tp\.\w+\("
 ENDS = r"\['embed', 'head'\]"
 TURNED = {"a": np.ones((2, 3), np.float32), "c": np.ones((3, 2), np.float32)}
 TURNS = tp.layout(TURNED, ties={"c": ("a", jnp.transpose)})
 SIMPLE = {"kernel": ramp(2, 2), "bias": ramp(2), "norm": Norm(ramp(1), ramp(1))}
-WALKS = {"biwalk": tp.biwalk, "project": tp.project, "maptrainable": functools.partial(tp.maptrainable, jnp.add)}
-NO_ENTRIES = [
-    ({"kernel.x": 1.0}, r"""entry at '"kernel.x"', where the model has no leaf; nearest: 'kernel'"""),
-    ({"kernel": {"deep": 1.0}}, "entry at 'kernel.deep', where the model has no leaf; nearest: 'kernel'"),
-    ({"norm.scale": 1.0, "norm": {"scale": 1.0}}, r"""entry at '"norm.scale"', where the model has no leaf"""),
-    (np.ones(3), r"arrays at paths of the model, got float64\[3\]; a vector becomes a model by restructure"),
-]
-NO_MODEL = r"new model, got float32\[\]{}; if it is another item, write tp.moved\(lambda .* step\(.*\)\[1\]"
+TWICE = {"norm.scale": 1.0, "norm": {"scale": 1.0}}
+NO_LEAF = "where the model has no leaf; nearest: 'kernel'"
 VALUES = "control flow must not depend on values"
 UNREACHED = "trained parameters: 'layers.0.weight', 'layers.1.weight', 'layers.1.bias'; freeze"
-
-
-def walk_two(model: Any, tied: Any) -> object:
-    return tp.maptrainable(lambda *its: its[0], model, model, model, tied=tied)
 
 
 def walk_turned(other: Any, **options: Any) -> object:
@@ -151,70 +124,47 @@ def of_a_bias(model: Any) -> jax.Array:
 
 
 FUNCTIONS: list[Row] = [
-    *[
-        (f"{name} of {tree}", lambda t, walk=walk, tree=tree: walk(SIMPLE, tree), ValueError, words)
-        for name, walk in WALKS.items()
-        for tree, words in NO_ENTRIES
-    ],
-    ("grad(options)", lambda t: tp.grad("layers.1"), TypeError, OPTIONS),
-    ("value_and_grad(options)", lambda t: tp.value_and_grad("layers.1"), TypeError, OPTIONS),
-    ("accumulate(options)", lambda t: tp.accumulate("layers.1", pieces=2), TypeError, OPTIONS),
+    ("no leaf", lambda t: tp.biwalk(SIMPLE, {"kernel.x": 1.0}), ValueError, f"""entry at '"kernel.x"', {NO_LEAF}"""),
+    ("below", lambda t: tp.project(SIMPLE, {"kernel": {"x": 1.0}}), ValueError, f"entry at 'kernel.x', {NO_LEAF}"),
+    ("twice", lambda t: tp.maptrainable(jnp.add, SIMPLE, TWICE), ValueError, """entry at '"norm.scale"', where the"""),
+    ("a vector", lambda t: tp.biwalk(SIMPLE, np.ones(3)), ValueError, r"float64\[3\]; a vector becomes a model by res"),
+    ("grad(options)", lambda t: tp.grad("layers.1"), TypeError, r"got str; name the options: tp\.grad\("),
     ("Ema(decay, model)", lambda t: tp.Ema(0.99, t.model), TypeError, r"comes first: tp.Ema\(model, decay\)"),
-    ("a decay of 99", lambda t: tp.ema(t.model, t.model, decay=99), ValueError, "between 0 and 1, got 99"),
-    ("NumPy's 1.5", lambda t: tp.ema(t.model, t.model, decay=np.float32(1.5)), ValueError, "between 0 and 1, got 1.5"),
     ("decay='0.9'", lambda t: tp.Ema(t.model, "0.9"), TypeError, r"decay must be a number in \[0, 1\], got str"),
-    ("decay=model", lambda t: tp.ema(t.model, t.model, decay=t.model), TypeError, "decay must be a number.*got MLP"),
     ("buffers=True", lambda t: tp.ema(t.dict, t.dict, decay=0.9, buffers=True), ValueError, '"copy", "keep".*True'),
     ("buffers: a typo", lambda t: tp.ema(t.dict, t.dict, decay=0.9, buffers={"m": "keep"}), ValueError, "nearest: 'b'"),
-    ("ema of another", lambda t: tp.ema(t.model, t.other, decay=0.9), ValueError, r"float32\[4,2\] at 'layers.0.weigh"),
-    ("grad(value)", lambda t: tp.grad(t.x), TypeError, r"write tp.grad\(loss\)\(model, x\)"),
     ("grad(loss, model)", lambda t: tp.grad(loss, t.model)(t.model, t.x), TypeError, "got MLP itself: write its path"),
     ("grad(loss, model, x)", lambda t: tp.grad(loss, t.model, t.x), TypeError, r"write tp.grad\(loss\)\(model, x\)"),
     ("grad(loss, 0)", lambda t: tp.grad(loss, 0), TypeError, "the first argument of the loss; drop the number, got 0"),
-    ("grad by state", lambda t: tp.grad(loss, t.state)(t.model, t.x), TypeError, "got TrainableState itself"),
-    ("grad by tx", lambda t: tp.grad(loss, t.tx)(t.model, t.x), TypeError, "expected a mask or a `where`.*got ModelTr"),
     ("a vector of losses", lambda t: tp.grad(lambda m, x: m(x))(t.model, t.x[0]), TypeError, "float32.1.; write jnp.m"),
     ("aux that is not said", lambda t: tp.grad(lambda m, x: (value(m, x), x))(t.model, t.x[0]), TypeError, "has_aux=T"),
     ("aux that is not there", lambda t: tp.grad(value, has_aux=True)(t.model, t.x[0]), TypeError, "got float32.*drop"),
     ("no return", lambda t: tp.grad(lambda m: None)(t.model), TypeError, "to return a real scalar, got NoneType"),
-    ("a loss of ints", lambda t: tp.grad(lambda m: jnp.array(1))(t.model), TypeError, "a real scalar, got int32"),
     ("unreached", lambda t: tp.grad(loss, unreached="zero"), ValueError, "must be 'zeros', 'none' or 'error', got 'ze"),
-    ("accumulate(4)", lambda t: tp.accumulate(loss, pieces=0), ValueError, "a whole number of pieces, at least 1"),
-    ("accumulate: no batch", lambda t: tp.accumulate(loss, pieces=2)(t.model, 1.0), ValueError, "further argument"),
     ("static_argnums=", lambda t: tp.jit(loss, static_argnums=1), ValueError, "leave it out, all that is no array is"),
-    ("donate_argnums=", lambda t: tp.jit(loss, donate_argnums=0), ValueError, "write donate='all'"),
-    ("in_shardings=", lambda t: tp.jit(loss, in_shardings=None), ValueError, "jax.device_put"),
     ("donate=True", lambda t: tp.jit(loss, donate=True), ValueError, "'all', 'all-except-first'.*got True"),
     ("jit(value)", lambda t: tp.jit(t.x), TypeError, r"write tp.jit\(f\)\(model, x\)"),
     ("map(m, f)", lambda t: tp.maptrainable(t.model, len), TypeError, r"first: tp.maptrainable\(f, model.*; got MLP"),
     ("mapreduce(model, f)", lambda t: tp.mapreduce(t.model, max, len, init=0), TypeError, r"mapreduce\(f, op, model,"),
     ("map: where", lambda t: tp.maptrainable(len, t.model, "layers.0"), ValueError, "a tree with arrays at paths.*got"),
-    ("map: a tie", lambda t: tp.maptrainable(jnp.add, t.tied, t.tied), ValueError, r'entries at .* tied="sum" adds'),
     ("walk: a tie", lambda t: tp.biwalk(t.tied, t.tied), ValueError, rf"at {ENDS}.*tied=\"sum\".*gradients.*\"first\""),
     ("tied: a word", lambda t: tp.biwalk(t.tied, t.tied, tied="mean"), ValueError, 'tied must be "sum"'),
-    ("tied: a word for two", lambda t: walk_two(t.tied, ("sum",)), ValueError, "tied has 1 words for 2 trees"),
-    ("tied: a word left out", lambda t: walk_two(t.tied, ("sum", None)), ValueError, r"tied=\(\"sum\", \"first\"\)"),
+    ("tied: None", lambda t: tp.maptrainable(max, *[t.tied] * 3, tied=("sum", None)), ValueError, '"sum", "first"'),
     ("an alias", lambda t: walk_turned({"c": np.ones((3, 2), "f")}), ValueError, r"'c'.*tied=\"sum\""),
     ("an alias 1st", lambda t: walk_turned({"c": t.x}, tied="first"), ValueError, "at 'c', which is computed from 'a'"),
-    ("an alias: shape", lambda t: walk_turned({"c": t.x.T}, tied="sum"), ValueError, r"float32\[3,2\] at 'c', got fl"),
     ("project(grads, model)", lambda t: tp.project(t.params, t.model), ValueError, "the model comes first, then the"),
     ("replace: a list", lambda t: tp.replace(t.dict, ["w", 0.0]), TypeError, "values must be a dictionary {where:"),
     ("replace: a typo", lambda t: tp.replace(t.model, {"layers.0.bais": 0.0}), ValueError, "nearest: 'layers.0.bias'"),
     ("replace: a shape", lambda t: tp.replace(t.dict, {"b": t.x}), ValueError, r"expected float32\[3\] at 'b', got fl"),
     ("replace: a node", lambda t: tp.replace(t.model, {"layers.0": t.model.layers[0]}), TypeError, "got Linear, a pyt"),
     ("replace: int", lambda t: tp.replace(t.dict, {"b": np.arange(3)}), ValueError, r"write value.astype\('float32'\)"),
-    ("replace: by f", lambda t: tp.replace(t.dict, {"b": lambda b: b[:1]}), ValueError, "for 'b' returned float32.1."),
     ("set: no leaf", lambda t: tp.replace(t.model, {"activation": t.x}), ValueError, "'activation' selects no param"),
     ("set: again", lambda t: tp.replace(t.dict, {"**": 0.0, "b": 1.0}), ValueError, r"'b' comes too late: '\*\*' be"),
     ("set: alias", lambda t: tp.replace(TURNED, {"c": t.x}, layout=TURNS), ValueError, "'c', .*transpose of 'a'; wr"),
-    ("replace: a word", lambda t: tp.replace(t.dict, {"w": "zeros"}), TypeError, "a number or a function for 'w', got"),
     ("replace: init", lambda t: tp.replace(t.dict, {"w": jax.nn.initializers.ones}), TypeError, r"init\(key, w.shape"),
     ("replace: half a tie", lambda t: tp.replace(t.tied, {"head": 0.0}), ValueError, "one array. Either .* write 'emb"),
-    ("moved: no model", lambda t: tp.moved(lambda m: m["b"][0])(t.dict), TypeError, NO_MODEL.format("")),
-    ("moved: 2nd", lambda t: tp.moved(lambda m: (m["b"][0], m))(t.dict), TypeError, NO_MODEL.format(", dict")),
-    ("moved: not any array", lambda t: tp.moved(lambda w: (w[0], w))(t.x[0]), TypeError, "got float32"),
+    ("moved", lambda t: tp.moved(lambda m: m["b"][0])(t.dict), TypeError, r"float32\[\]; if it is another item"),
     ("moved(m)", lambda t: tp.moved(t.dict), TypeError, r"a training step, got dict; write tp.moved\(step\)\(model"),
-    ("moved: a value", lambda t: tp.moved(lambda m: (m, float(m["b"][0])))(t.dict), TypeError, VALUES),
     ("reached: a value", lambda t: tp.reached(lambda m: m["b"][0] if m["b"][0] > 0 else 0)(t.dict), TypeError, VALUES),
     ("reached: a mask", lambda t: tp.reached(lambda m: m["b"][m["b"] > 1])(t.dict), IndexError, f"so its {VALUES}"),
     ("unreached='error'", lambda t: tp.grad(of_a_bias, unreached="error")(t.model), ValueError, UNREACHED),
@@ -231,7 +181,6 @@ FORMS: list[Row] = [
     ("a vector of ints", lambda t: t.back(jnp.ones(17, int)), TypeError, r"convert it with vector.astype\(float32\)"),
     ("restructure(model)", lambda t: t.back(t.model), TypeError, r"a vector of shape \(17,\) and floating dtype, got"),
     ("ravel(vector)", lambda t: t.back.ravel(t.vector), ValueError, r"paths of the model, got float32\[17\]"),
-    ("a vector of dtype int", lambda t: tp.ravel(t.model, dtype=int), TypeError, "must be floating or complex, got in"),
     ("pad_to=0", lambda t: tp.ravel(t.model, pad_to=0), ValueError, "a whole number of elements, at least 1, got 0"),
     ("view: a typo", lambda t: t.back.view(t.vector)["layers.0.wieght"], KeyError, "nearest: 'layers.0.weight'"),
     ("view: a shape", lambda t: t.back.view(t.vector).at["layers.0"].set(t.x[0]), ValueError, "expected a number|shap"),
@@ -243,10 +192,7 @@ FORMS: list[Row] = [
 CALLS: list[Row] = [
     ("grad(model, loss)", lambda t: tp.grad(t.model, loss), TypeError, r"the loss comes first: tp.grad\(loss, trainab"),
     ("layout(frozen=)", lambda t: tp.layout(t.model, frozen="*"), TypeError, "no argument 'frozen'; write freeze=..."),
-    ("layout(freezed=)", lambda t: tp.layout(t.model, freezed="*"), TypeError, "no argument 'freezed'; write freeze="),
-    ("layout(tied=)", lambda t: tp.layout(t.model, tied={}), TypeError, "no argument 'tied'; write ties=..."),
     ("layout(where=)", lambda t: tp.layout(t.model, where="*"), TypeError, "no argument 'where'; write trainable=..."),
-    ("declare(frozen=)", lambda t: tp.declare(Tied, frozen="head"), TypeError, "'frozen'; write freeze=...; it is"),
     ("tie(ties=)", lambda t: tp.tie(t.dict, ties={"b": "w"}), TypeError, r"'ties'; write to=...; it is tp.tie\(model,"),
     ("field(tied=)", lambda t: tp.field(tied="embed"), TypeError, "no argument 'tied'; write tied_to=..."),
     ("grad(argnums=)", lambda t: tp.grad(loss, argnums=0), TypeError, "no argument 'argnums'; write trainable=..."),
@@ -259,10 +205,7 @@ CALLS: list[Row] = [
     ("combine(params)", lambda t: tp.combine(t.params), TypeError, r"'rest'; it is tp.combine\(params, rest\)"),
     ("save(path)", lambda t: saving.save("a"), TypeError, r"'model'; it is saving.save\(path, model, "),
     ("no folder", lambda t: saving.save("no/such/a", t.dict), FileNotFoundError, "no such folder; make it first: '/"),
-    ("load(path)", lambda t: saving.load("a"), TypeError, r"'like'; it is saving.load\(path, like"),
     ("load(template=)", lambda t: saving.load("a", template=t.x), TypeError, "no argument 'template'; write like=..."),
-    ("lora: no key", lambda t: matrices.lora(t.model, "layers.0", 1), TypeError, "'key'; it is matrices.lora"),
-    ("summary(class)", lambda t: tp.summary(Tied), TypeError, "expected a model.*got the class Tied; make an instance"),
     ("donated", lambda t: donated_twice(), RuntimeError, r"the array at '0.w' has been deleted.*tp.copy\(model\)"),
 ]
 PACKAGES = {"tp": tp, "optim": tp.optim, "nested": nested, "matrices": matrices, "saving": saving, "sharding": sharding}
@@ -302,56 +245,38 @@ def test_a_declaration_of_which_states_of_nnx_know_nothing_is_warned_of():
         tp.declare(Net, ties={"head.kernel": ("embed.embedding", jnp.transpose)})
 
 
-def serialised(path: str, t: Any) -> None:
-    eqx.tree_serialise_leaves(path, t.dict)
-
-
-def savez(path: str, t: Any) -> None:
-    np.savez(path, w=t.x)
-
-
 def read_back(write: Callable[[str, Any], object], t: Any) -> object:
     with tempfile.TemporaryDirectory() as folder:
-        write(f"{folder}/a.npz", t)
+        write(f"{folder}/a.npz", t.dict)
         return saving.plan(f"{folder}/a.npz", t.dict)
 
 
 MODULES: list[Row] = [
-    ("a file of Equinox", lambda t: read_back(serialised, t), ValueError, r"eqx.tree_deserialise_leaves\(path, like\)"),
-    ("a file of NumPy", lambda t: read_back(savez, t), ValueError, r"np.savez; use np.load\(path\) as source: sav"),
+    ("of Equinox", lambda t: read_back(eqx.tree_serialise_leaves, t), ValueError, r"tree_deserialise_leaves\(path, "),
+    ("of NumPy", lambda t: read_back(np.savez, t), ValueError, r"np.savez; use np.load\(path\) as source: sav"),
     ("save(model, path)", lambda t: saving.save(t.model, "a.safetensors"), TypeError, r"first: saving.save\(path, mod"),
-    ("load(model, path)", lambda t: saving.load(t.model, "a.safetensors"), TypeError, r"saving.load\(path, like\)"),
     ("save(path, tx)", lambda t: saving.save("a.safetensors", t.tx), TypeError, r"a state, tx.init\(model\), got"),
     ("save: metadata", lambda t: saving.save("a.safetensors", t.dict, metadata={"a": 1}), TypeError, "{str: str}, got"),
     ("plan(model, path)", lambda t: saving.plan(t.model, "a"), TypeError, r"comes first: saving.plan\(path, model\)"),
     ("names of PyTorch", lambda t: saving.plan({"fc": t.x}, t.dict), ValueError, "'fc' is unused: no array is at 'fc'"),
-    ("rename: a list", lambda t: saving.plan(t.dict, t.dict, rename=[("w", "w")]), TypeError, "a dictionary {left: ri"),
     ("rename: a typo", lambda t: saving.plan(t.dict, t.dict, rename={"v": "w"}), ValueError, "'v' matches no name; ne"),
-    ("transform=f", lambda t: saving.plan(t.dict, t.dict, transform=len), TypeError, "a dictionary {left: function}, "),
     ("state: tx", lambda t: saving.plan(t.dict, t.dict).state(t.dict, t.tx), TypeError, r"like=tx.init\(model\), got"),
-    ("names: a typo", lambda t: saving.names(t.model, "layer"), ValueError, "nothing lies below 'layer'; nearest: 'la"),
     ("hessian(value)", lambda t: nested.hessian(t.x)(t.model), TypeError, r"write nested.hessian\(loss\)\(model, x\)"),
     ("hessian of many", lambda t: nested.hessian(lambda m, x: m(x))(t.model, t.x[0]), TypeError, "float32.1.; write j"),
     ("hvp: no tangent", lambda t: nested.hvp(value)(t.model, t.x[0]), ValueError, "a vector of 17 elements, one per t"),
-    ("hvp: ints", lambda t: nested.hvp(value)(t.model, jnp.ones(17, int), t.x[0]), TypeError, "vector.astype"),
     ("gradient: order", lambda t: nested.input_gradient(value)(t.x[0], t.model), TypeError, "x to be floating, got cu"),
     ("gradient(f)(x)", lambda t: nested.input_gradient(value)(t.x), TypeError, r"'x'; it is nested.*\(model, x, arg"),
-    ("gradient of many", lambda t: nested.input_gradient(lambda m, x: m(x))(t.model, t.x[0]), TypeError, "batched=Tr"),
-    ("hessian(f, where)", lambda t: nested.hessian(value, "q")(t.model, t.x[0]), ValueError, "'q' selects nothing; ne"),
     ("rows of a batch", lambda t: nested.parameter_jacobian(loss)(t.model, t.x), ValueError, r"one sample \(of a func"),
     ("examples of a batch", lambda t: nested.per_example_gradients(loss)(t.model, t.x), ValueError, r"f\(model, x\[No"),
-    ("lora: a typo", lambda t: matrices.lora(t.model, "layer", 1, key=jax.random.key(0)), ValueError, NEAREST),
     ("lora(where, model)", lambda t: matrices.lora("w", t.dict, 1, key=t.x), TypeError, "got 'w': matrices.lora"),
     ("lora of a bias", lambda t: matrices.lora(t.dict, "b", 1, key=jax.random.key(0)), ValueError, "no parameter with"),
     ("SVD of arrays", lambda t: matrices.SVD(jnp.eye(2), t.x[0], jnp.eye(2)), TypeError, "a Givens for u, got .*SVD.r"),
     ("plan(model, rules)", lambda t: sharding.plan(t.model, {}, {}), TypeError, "expected a mesh, such as jax.make_me"),
     ("rules", lambda t: sharding.plan(t.model, MESH, [("**", "split")]), TypeError, "dictionary {where: rule}, such a"),
-    ("rules: a typo", lambda t: sharding.plan(t.model, MESH, {"layer": "split"}), ValueError, NEAREST),
     ("rules: a word", lambda t: sharding.plan(t.model, MESH, {"**": "d"}), ValueError, '"split", "owned", "whole" or'),
     ("an axis", lambda t: sharding.plan(t.model, MESH, {"**": PartitionSpec("x")}), ValueError, "no axis 'x'; its ax"),
     ("step over models", lambda t: sharding.make_step(loss, t.tx, t.plan), ValueError, "pass the optimiser inside it,"),
     ("step(tx, loss)", lambda t: sharding.make_step(t.adam, loss, t.plan), TypeError, "a loss, an optimiser and a"),
-    ("step: layout", lambda t: sharding.make_step(loss, t.adam, t.layout), TypeError, r"sharding.plan\(model, mesh"),
 ]
 MESH = jax.make_mesh((1,), ("d",))
 

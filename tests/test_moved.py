@@ -10,12 +10,11 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import treeparams as tp
 from treeparams import optim
 
-from .zoo import Norm, first_devices, ramp, with_refs
+from .zoo import Norm, ramp, with_refs
 
 MODEL = {name: ramp(3) for name in ("held", "passed", "plain", "stopped", "unused", "zeroed")}
 SGD, MOMENTUM, RMSPROP, ADAMW = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.rmsprop(0.1), optax.adamw(0.1)
@@ -48,16 +47,13 @@ def ours(tx):
 # infinite, a norm, a rate that is computed.
 WAYS = {
     "sgd": (by_hand, SGD, False),
-    "momentum": (by_hand, MOMENTUM, False),
     "adam": (by_hand, optax.adam(0.1), False),
     "adamw": (by_hand, ADAMW, False),
-    "lion": (by_hand, optax.lion(0.1), False),
     "rmsprop": (by_hand, RMSPROP, True),
     "decay": (by_hand, optax.chain(optax.add_decayed_weights(0.1), SGD), False),
     "clip": (by_hand, optax.chain(optax.clip_by_global_norm(0.1), SGD), True),
     "schedule": (by_hand, optax.sgd(optax.linear_schedule(0.1, 0.0, 10)), True),
     "momentum, scanned": (scanned, MOMENTUM, False),
-    "rmsprop, scanned": (scanned, RMSPROP, True),
     "ours": (ours, ADAMW, False),
 }
 
@@ -109,7 +105,6 @@ PROGRAMS = {
     "a tuple": (lambda m, x: (m, jnp.sum(m["a"])), ""),
     "a list": (lambda m, x: [twice(m, x), 3], "a"),
     "jit": (jax.jit(twice), "a"),
-    "jit, donated": (jax.jit(twice, donate_argnums=0), "a"),
     "eqx.filter_jit": (eqx.filter_jit(twice, donate="all"), "a"),
     "tp.jit": (tp.jit(twice, donate="all"), "a"),
     "checkpoint": (jax.checkpoint(twice), "a"),
@@ -120,23 +115,18 @@ PROGRAMS = {
     "a barrier": (lambda m, x: lax.optimization_barrier(m), ""),
     "put on a device": (lambda m, x: jax.device_put(m, jax.devices()[0]), ""),
     "plus zero": (each(lambda w, x: 0 + (w + 0.0) - 0.0), ""),
-    "zero less it": (each(lambda w, x: 0 - w), "abcd"),
     "plus zeros": (plus(lambda w, x: jnp.zeros_like(x)), ""),
     "plus zeros that are closed over": (jax.jit(plus(lambda w, x: ZERO)), ""),
     "plus zeros that are an argument": (lambda m, x: jax.jit(plus(lambda w, x: x))(m, ZERO), ""),
     "plus NumPy's zeros": (plus(lambda w, x: np.zeros(3, "f")), ""),
     "plus zero times a number": (plus(lambda w, x: -0.1 * (jnp.zeros_like(x) / 3)), ""),
     "plus zero times infinity": (plus(lambda w, x: 0 * jnp.inf), "abcd"),
-    "plus zero by zero": (plus(lambda w, x: jnp.zeros_like(x) / jnp.zeros_like(x)), "abcd"),
     "plus zero times what may be infinite": (
         of(a=lambda m, x: m["a"] + 0.0 * x, b=lambda m, x: m["b"] + 0.0 * m["a"]), "ab"),
     "plus zero times an integer": (plus(lambda w, x: (0 * x.astype(int)).astype(w.dtype)), ""),
     "plus zero times a flag": (plus(lambda w, x: 0.0 * (x > 1).astype(w.dtype)), ""),
-    "plus zero times a half of an integer": (
-        plus(lambda w, x: (0 * x.astype(int).astype(jnp.float16)).astype(w.dtype)), "abcd"),
     "plus zeros that were multiplied": (each(lambda w, x: w - 0.1 * (jnp.zeros((3, 2)) @ jnp.ones(2))), ""),
     "plus zeros, chosen": (plus(lambda w, x: jnp.where(x > 1, 0.0, jnp.zeros(3))), ""),
-    "a choice of itself": (each(lambda w, x: jnp.where(x > 1, w, w + 0)), ""),
     "a choice": (of(a=lambda m, x: jnp.where(x > 1, m["a"], m["b"])), "a"),
     "a choice of zero or itself": (each(lambda w, x: jnp.where(x > 1, w, 0.0)), "abcd"),
     "reshaped, in doubt": (each(lambda w, x: w[:, None][:, 0]), "abcd"),
@@ -145,8 +135,6 @@ PROGRAMS = {
     "scan": (lambda m, x: lax.scan(lambda m, x: (m | {"b": m["a"] + x, "c": m["b"]}, x), m, ROWS)[0], "bc"),
     "scan, what is set to what it is": (lambda m, x: lax.scan(lambda m, x: (m | {"a": x}, x), m, ROWS)[0], "a"),
     "scan over the model": (lambda m, x: lax.map(lambda m: m | {"a": m["b"]}, m), "a"),
-    "scan, a constant for each round": (
-        lambda m, x: lax.scan(lambda s, row: ((m["a"], row["b"]), row | {"c": s[0][0]}), (m["a"], 0.0), m)[1], "c"),
     "while": (
         lambda m, x: lax.while_loop(lambda m: m["a"][0] < 2, lambda m: m | {"a": 2 * m["a"], "b": m["c"]}, m), "ab"),
     "fori_loop, in the second round": (
@@ -157,16 +145,6 @@ PROGRAMS = {
 @pytest.mark.parametrize(("step", "expected"), PROGRAMS.values(), ids=PROGRAMS)
 def test_programs(step, expected):
     assert tp.moved(step)(FOUR, X).paths == tuple(expected)
-
-
-def test_arrays_that_are_divided_over_devices():
-    axes = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=axes, devices=first_devices(4))
-    model = {name: np.ones((4, 4), np.float32) for name in FOUR}
-    rows, columns, turned = P("i"), P(None, ("i", "j")), (P(("i", "j")), P(("j", "i")))  # rows change their places
-    for ins, outs, expected in ((rows, rows, "a"), (columns, columns, "a"), (*turned, "abcd")):
-        step = jax.shard_map(lambda m: m | {"a": 2 * m["a"]}, mesh=mesh, in_specs=ins, out_specs=outs)
-        assert tp.moved(step)(model).paths == tuple(expected)
 
 
 def test_an_array_in_a_wider_dtype_and_back():
@@ -190,7 +168,6 @@ def test_what_is_declared_frozen_moves_and_so_does_a_model_that_is_replaced_by_a
     model = Norm(ramp(3), ramp(3))
     decayed = tp.moved(lambda m: jax.tree.map(lambda x: 0.9 * x, m))(model)
     assert decayed == tp.layout(model, thaw="mean")
-    assert decayed.paths == ("scale", "mean")
     assert tp.moved(lambda model, state: (state, state))(FOUR, FOUR).paths == tuple(FOUR)  # even by the same object
 
 
@@ -202,7 +179,6 @@ def test_ties():
         step = jax.jit(lambda m, place=place: m | {place: m[place] + 1})
         assert tp.moved(step, layout=layout)(model) == layout.freeze("x")
         assert tp.moved(step)(model).paths == (("decoder",) if place == "decoder" else ("embed",))
-    assert tp.moved(lambda m: m, layout=layout)(model) == layout.freeze(["embed", "head", "x"])
     # The ends of a tie that came apart on the way here: one may take the place of the other.
     apart = jax.eval_shape(lambda: model)
     assert tp.moved(lambda m: m | {"head": m["embed"]}, layout=tp.layout(model))(apart).paths == ()
@@ -253,10 +229,8 @@ def test_the_loss_beside_each_path():
         "d: not moved, and the loss does not reach it",
     ]
     plain = tp.moved(step)(FOUR, X)
-    assert (got, hash(got)) == (plain, hash(plain))
-    assert got == tp.layout(FOUR, ["a", "b"])
-    again = pickle.loads(pickle.dumps(got))
-    assert (again, str(again)) == (plain, str(plain))
+    assert got == plain == tp.layout(FOUR, ["a", "b"])
+    assert str(pickle.loads(pickle.dumps(got))) == str(plain)
     many = {f"w{i}": ramp(1) for i in range(60)}
     lines = str(tp.moved(lambda m: m, loss=lambda m: m["w7"].sum())(many)).splitlines()
     assert lines[-42:][1:2] + lines[-1:] == ["w7: not moved, but the loss reaches it (frozen?)", "... and 20 more"]
@@ -284,7 +258,6 @@ def test_refs_that_a_step_writes_are_named_and_not_in_the_layout(write):
     model, state = with_refs() | {"v": ramp(2)}, {"scale": jax.new_ref(jnp.ones(2))}
     found = tp.moved(step)(model, state)
     assert found == tp.layout(model, "w")
-    assert found.paths == ("w",)
     assert [line for line in str(found).splitlines() if "ref" in line] == ["mean: a ref, which the step writes"]
     np.testing.assert_array_equal(model["mean"][...], [7, 7, 7])  # it is not run
 
@@ -300,5 +273,3 @@ def test_a_ref_that_is_only_read_is_not_named():
     assert "ref" not in str(tp.moved(step)(model))
     said = tp.moved(step, loss=lambda model: jnp.sum(read(model)))(model)
     assert str(said).splitlines()[-1] == "w: moved, and the loss reaches it"
-    del model["act"]
-    assert jax.jit(lambda model: jnp.array(len(tp.moved(step)(model).paths)))(model) == 1

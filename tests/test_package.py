@@ -14,7 +14,6 @@ import tomllib
 import jax
 import numpy as np
 import pytest
-from packaging.requirements import Requirement
 
 import treeparams as tp
 from treeparams import matrices, nested, optim
@@ -112,29 +111,6 @@ def test_the_versions_that_are_promised_are_those_that_are_tested():
     assert f"| Python | {versions[0]} | {versions[-1]} |" in page
     said = dict(re.findall(r"^\| (\w+) \| (\S+) \| the newest", page, re.M))
     assert said == {name: bounds[name.lower()] for name in ("JAX", "Equinox", "Optax")}
-
-
-def test_the_examples_bring_no_other_framework():
-    pytest.importorskip("tokenizers", reason="pip install -e '.[examples]'")
-    frameworks = {"flax", "dm-haiku", "orbax-checkpoint"}
-    assert frameworks <= brought_by("treeparams[test]")
-    brought = brought_by("treeparams[examples]")
-    assert {"jaxlib", "matplotlib", "scikit-learn", "tokenizers", "tqdm"} <= brought
-    assert not brought & (frameworks | {"jupyterlab", "pytest", "torch"})
-
-
-def brought_by(requirement):
-    """The names of all that pip installs for it, here and now."""
-    seen, ahead = set(), [Requirement(requirement)]
-    while ahead:
-        one = ahead.pop()
-        key, extras = (one.name.lower(), *sorted(one.extras)), one.extras or {""}
-        if key not in seen:
-            seen.add(key)
-            inner = map(Requirement, importlib.metadata.requires(one.name) or [])
-            applies = lambda marker, extras=extras: any(marker.evaluate({"extra": extra}) for extra in extras)
-            ahead += [each for each in inner if not each.marker or applies(each.marker)]
-    return {name for name, *_ in seen}
 
 
 def test_links_of_the_readme_lead_somewhere_in_any_checkout():

@@ -8,11 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import treeparams as tp
-from treeparams import optim
 
 from .blocks import blocks
 from .zoo import ZOO, as_data, assert_close, assert_same, filled, gradient_of_loss, loss, ramp
@@ -41,10 +39,9 @@ def population(name, rows=3):
 
 
 WITH_FUNCTIONS = "functions and static fields"  # which are called within the map
-SEVERAL = ["same array twice", "transposed tie", "complex", "all frozen", "prng keys", "ints and bools", "empty leaves"]
 
 
-@pytest.mark.parametrize("name", [WITH_FUNCTIONS, *SEVERAL])
+@pytest.mark.parametrize("name", [WITH_FUNCTIONS, "same array twice", "transposed tie", "complex", "prng keys"])
 def test_values_gradients_and_models_of_all_are_those_of_each(name):
     _, restructure, matrix = population(name)
     of_loss = jax.value_and_grad(lambda vector: loss(restructure(vector)))
@@ -58,7 +55,7 @@ def test_values_gradients_and_models_of_all_are_those_of_each(name):
 
     found, each, stacked, models = ways(matrix)
     assert_close(found, jax.tree.map(lambda *leaves: np.stack(leaves), *each))
-    assert len({float(value) for value in found[0]}) == (1 if name == "all frozen" else len(matrix))
+    assert len({float(value) for value in found[0]}) == len(matrix)
     assert jax.tree.structure(stacked) == jax.tree.structure(models[0])
     for array, *each in zip(*map(jax.tree.leaves, [stacked, *models]), strict=True):
         np.testing.assert_array_equal(as_data(array), np.stack([np.asarray(as_data(leaf)) for leaf in each]))
@@ -85,38 +82,6 @@ def test_a_model_with_functions_is_called_within_the_map(form):
         assert_same(jit(restructure)(rows[0]), restructure(rows[0]))
 
 
-def test_a_population_is_drawn_from_keys():
-    def tied(key):
-        shared = jax.random.normal(key, (2, 3))
-        return {"embed": shared, "f": jnp.tanh, "head": shared, "scale": jnp.ones(2)}
-
-    @jax.jit
-    def both(keys):
-        _, restructure = tp.ravel(tied(keys[0]))
-        each = [tp.ravel(tied(key))[0] for key in keys]
-        return jax.vmap(lambda key: restructure.ravel(tied(key)))(keys), jnp.stack(each)
-
-    matrix, want = both(jax.random.split(jax.random.key(1), 2))
-    assert matrix.shape == (2, 8)
-    assert_same(matrix, want)
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_rules_of_one_model_are_mapped():
-    stacks, _ = tp.stack({"layers": [{"w": ramp(2, 3), "b": ramp(3)}, {"w": ramp(2, 3, start=2), "b": ramp(3)}]})
-    several = jax.tree.map(lambda array: np.stack([array, 3 * np.asarray(array)]), stacks)
-
-    def update(stacks):
-        grads, rules = jax.tree.map(jnp.sin, stacks), (optim.per_leaf(optax.lamb(0.1)), optim.clip_by_global_norm(0.1))
-        return [tx.update(grads, tx.init(stacks), stacks)[0] for tx in rules]
-
-    each = lambda several: [update(jax.tree.map(lambda array, i=i: array[i], several)) for i in range(2)]
-    mapped, each = jax.jit(lambda several: (jax.vmap(update)(several), each(several)))(several)
-    assert_close(mapped, jax.tree.map(lambda *arrays: np.stack(arrays), *each))
-    for _, clipped in each:
-        np.testing.assert_allclose(np.sqrt(sum(np.sum(np.asarray(leaf) ** 2) for leaf in clipped.values())), 0.1, 1e-5)
-
-
 def test_an_estimate_of_evolution_is_the_derivative_along_its_noise():
     _, _, matrix = population("same array twice", rows=2)
     start, goal = np.asarray(matrix, np.float64)
@@ -141,17 +106,6 @@ def test_svgd_is_its_double_loop():
     np.testing.assert_allclose(svgd(np.stack([one] * n)), [-np.sin(one) - one] * n, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["same array twice", "transposed tie", "mlp"])
-def test_arithmetic_of_vectors_is_that_of_each_array(name):
-    model, restructure, (base, tuned, _) = population(name)
-    negate = lambda base, tuned: np.asarray(base) - np.float32(0.5) * (np.asarray(tuned) - np.asarray(base))
-    got, models = restructure(negate(base, tuned)), (restructure(base), restructure(tuned))
-    assert_same(got, tp.maptrainable(negate, *models, trainable=restructure.layout, tied="first"))
-    if name == "mlp":
-        assert got.layers[0].weight is model.layers[0].weight
-        assert got.activation is model.activation
-
-
 @pytest.mark.parametrize(
     ("where", "changed"), [("head", ["body.1"]), ("body.0", ["body.0"]), ("**", ["body.0", "body.1"])]
 )
@@ -170,16 +124,13 @@ def test_a_task_vector_of_one_part(where, changed):
     assert model["head"] is model["embed"] is model["body"][1]
 
 
-def test_pcgrad_of_the_shared_part_alone():
-    shared, pcgrad = ramp(2, 2), jax.jit(TASKS.pcgrad)
-    model = {"body": {"u": shared, "v": shared, "w": ramp(3)}, "heads": [ramp(2), ramp(2, start=3)], "scale": ramp(2)}
-    vector, restructure = tp.ravel(model, tp.layout(model, freeze="scale"))
+def test_pcgrad_takes_out_what_opposes_the_other_tasks():
+    pcgrad, key = jax.jit(TASKS.pcgrad), jax.random.key(1)
     # Of these, one comes to oppose what it was itself; that is no other task.
-    grads = np.random.default_rng(7).normal(size=(4, vector.size)).astype(np.float32)
-    places, key = np.asarray(restructure.layout.indices("body")), jax.random.key(1)
-    operated = pcgrad(grads[:, places], key)
+    grads = np.random.default_rng(7).normal(size=(4, 11)).astype(np.float32)[:, :7]
+    operated = pcgrad(grads, key)
     orders = jax.vmap(lambda key: jax.random.permutation(key, len(grads)))(jax.random.split(key, len(grads)))
-    rows, want = np.asarray(grads[:, places], np.float64), []
+    rows, want = np.asarray(grads, np.float64), []
     for i, order in enumerate(np.asarray(orders)):
         row = rows[i]
         for j in order:
@@ -187,30 +138,10 @@ def test_pcgrad_of_the_shared_part_alone():
                 row = row - row @ rows[j] / (rows[j] @ rows[j]) * rows[j]
         want.append(row)
     np.testing.assert_allclose(operated, want, 1e-5, 1e-5)
-    assert (abs(operated - grads[:, places]).max(1) > 0.1).sum() >= 3
-    total = grads.sum(0)
-    total[places] = np.asarray(operated).sum(0)
-    total, plain = (restructure.view(jax.device_put(each)) for each in (total, grads.sum(0)))
-    assert list(total) == ["body.u", "body.w", "heads.0", "heads.1"]
-    assert [path for path in total if np.any(np.asarray(total[path]) != plain[path])] == ["body.u", "body.w"]
+    assert (abs(operated - grads).max(1) > 0.1).sum() >= 3
     agree = np.eye(4, 7, 2, dtype=np.float32) + np.eye(4, 7, 1, dtype=np.float32)
     agree[2] = 0  # what agrees stays as it is, and what is zero
     assert_same(pcgrad(agree, key), agree)
-
-
-def test_a_mass_matrix_by_name():
-    model = filled(eqx.nn.MLP, 2, 1, 3, 2)
-    vector, restructure = tp.ravel(model, tp.layout(model, freeze="layers.1"))
-    mass = restructure.view(jnp.ones_like(vector)).at["layers.0.*"].set(0.1)
-    mass = restructure.view(mass).at["**.bias"].multiply(4)
-    values = {path: np.unique(part).tolist() for path, part in restructure.view(mass).items()}
-    tenth = float(np.float32(0.1))
-    first = {"layers.0.weight": [tenth], "layers.0.bias": [4 * tenth]}
-    assert values == first | {"layers.2.weight": [1.0], "layers.2.bias": [4.0]}
-    _, restructure, (row, *_) = population("same array twice")
-    by_alias = restructure.view(jnp.ones_like(row)).at["head"].set(0.5)
-    assert_same(by_alias, restructure.view(jnp.ones_like(row)).at["embed"].set(0.5))
-    assert int((by_alias == 0.5).sum()) == 6
 
 
 def test_hmc_with_the_variances_as_inverse_mass_sees_a_standard_normal():

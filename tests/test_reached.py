@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings, strategies as st
 from jax import lax
 
 import treeparams as tp
@@ -28,10 +27,6 @@ def ruled(second):
     product = jax.custom_vjp(lambda x, y: x * y)
     product.defvjp(lambda x, y: (x * y, y), lambda y, cotangent: (cotangent * y, second(y, cotangent)))
     return product
-
-
-counted = jax.custom_jvp(lambda x, n: (x * n.astype(x.dtype), n))  # one result has no derivative
-counted.defjvp(lambda p, t: ((p[0] * p[1].astype(p[0].dtype), p[1]), (2 * t[0], t[1])))
 
 
 broken = jax.custom_vjp(lambda x: 2 * x)
@@ -59,15 +54,13 @@ def asked(operands):
     return operands[0] * operands[1]
 
 
-@asked.def_fwd
-def _(perturbed, operands):
-    return operands[0] * operands[1], None
-
-
-@asked.def_bwd
-def _(_, cotangent, perturbed, operands):  # a derivative in the second one only where the first is fixed
-    a, b = operands
-    return (cotangent * b if perturbed[0] else None, cotangent * a if perturbed[1] and not perturbed[0] else None)
+# A derivative in the second one only where the first is fixed.
+asked.def_fwd(lambda perturbed, operands: (operands[0] * operands[1], None))
+asked.def_bwd(
+    lambda _, cotangent, perturbed, operands: (
+        (cotangent * operands[1], None) if perturbed[0] else (None, cotangent * operands[0])
+    )
+)
 
 
 def _whole(rule):
@@ -118,7 +111,6 @@ def written_in_a_branch(m):
 
 
 by_rule = lambda rule: lambda m: total(ruled(rule)(m["a"], m["b"]))
-of_rules = lambda m, *rules: sum(total(rule(m["a"], m[name])) for rule, name in zip(rules, "bcd", strict=False))
 rounds = lambda step, carry: lax.scan(lambda carry, _: (step(carry), None), carry, None, 2)[0]
 PROGRAMS = {
     "a rule of a tree that adds its own": (lambda m: total(decayed(m)["a"]), "abcd"),
@@ -126,11 +118,8 @@ PROGRAMS = {
     "it, fixed after": (lambda m: total(m["a"] + stop(decayed(m)["b"])), "a"),
     "it, unused": (lambda m: (total(m["a"]), decayed(m))[0], "a"),
     "it, jitted": (lambda m: total(jax.jit(decayed)(m)["a"]), "abcd"),
-    "it, in a checkpoint": (lambda m: total(jax.checkpoint(decayed)(m)["a"]), "abcd"),
     "it, in a loop": (lambda m: total(rounds(decayed, m)["a"]), "abcd"),
     "it, in a branch": (lambda m: total(lax.cond(m["d"][0] > 0, decayed, lambda m: m, m)["a"]), "abcd"),
-    "it, unused after a loop": (
-        lambda m: total(rounds(lambda c: (c[0] * 2, decayed(c[1])), (m["a"], m["b"]))[0]), "ab"),
     "it, where another rule has no derivative": (
         lambda m: total(ruled(lambda y, c: None)(m["a"], decayed({"b": m["b"]})["b"])), "ab"),
     "a rule of a tree that adds nothing": (lambda m: total(limited(m)["a"]), "a"),
@@ -138,21 +127,16 @@ PROGRAMS = {
     "a rule that asks what moves": (lambda m: total(asked((m["a"], m["b"]))), "a"),
     "what moves is asked, of what is fixed": (lambda m: total(asked((stop(m["a"]), m["b"]))), "b"),
     "a rule for vjp with computed ones": (by_rule(lambda y, c: jnp.exp(jnp.zeros_like(y))), "ab"),
-    "a rule for vjp with a loop from zeros": (by_rule(lambda y, c: rounds(lambda x: x + 1, jnp.zeros(3))), "ab"),
     "a rule for vjp with jitted zeros": (by_rule(lambda y, c: jax.jit(lambda: jnp.zeros(3))()), "a"),
     "a whole tree at once": (lambda m: total(lax.optimization_barrier(m)["b"]), "b"),
     "put on a device": (lambda m: total(jax.device_put(m, jax.devices()[0])["b"]), "b"),
-    "sorted by another": (lambda m: total(lax.sort((m["a"], m["b"]), num_keys=1)[1]), "b"),
     "a product": (lambda m: total(m["a"] * m["c"]), "ac"),
     "nothing": (lambda m: jnp.float32(3), ""),
     "a Python number": (lambda m: 3.0, ""),
     "stop_gradient": (lambda m: total(m["a"] * stop(m["b"])), "a"),
-    "softmax, which stops a part": (lambda m: jax.nn.softmax(m["a"])[0], "a"),
-    "rounded": (lambda m: total(m["a"] * jnp.round(m["b"])), "a"),
     "by way of integers": (lambda m: total(m["a"].astype(int).astype(float) + m["b"]), "b"),
     "by way of an order": (lambda m: total(m["b"][jnp.argsort(m["a"])]), "b"),
     "a choice": (lambda m: total(jnp.where(m["a"] > 1, m["b"], m["c"])), "bc"),
-    "a top": (lambda m: total(m["b"][lax.top_k(m["a"], 2)[1]]), "b"),
     "branches": (lambda m: lax.cond(m["a"][0] > 1, lambda: m["b"][0], lambda: m["c"][0]), "bc"),
     "a switch with operands": (
         lambda m: lax.switch(1, [lambda x, y: x, lambda x, y: y * 2, lambda x, y: 0.0], m["a"][0], m["d"][0]), "ad"),
@@ -161,7 +145,6 @@ PROGRAMS = {
     "scan, one of its results": (lambda m: scanned(m)[0][2], "c"),
     "while": (counted_down, "ab"),
     "fori_loop": (lambda m: total(lax.fori_loop(0, 2, lambda i, x: x * m["b"], m["a"])), "ab"),
-    "map": (lambda m: total(lax.map(lambda x: x * m["b"], m["a"])), "ab"),
     "jit": (lambda m: total(jax.jit(lambda x, y: (x, y))(m["a"], m["b"])[1]), "b"),
     "checkpoint": (lambda m: total(jax.checkpoint(lambda x, y: (jnp.sin(x), y))(m["a"], m["b"])[0]), "a"),
     "eqx.filter_checkpoint": (lambda m: eqx.filter_checkpoint(lambda m: total(m["a"]))(m), "a"),
@@ -170,15 +153,11 @@ PROGRAMS = {
     "a solve": (lambda m: total(jnp.linalg.solve(jnp.diag(m["a"]), m["b"])), "ab"),
     "a loop of Equinox": (loop_of_equinox, "ab"),
     "a rule for jvp": (lambda m: total(by_jvp(m["a"], m["b"])), "a"),
-    "a rule for jvp, jitted": (lambda m: total(jax.jit(by_jvp)(m["a"], m["b"])), "a"),
     "a rule for jvp, in a loop": (lambda m: total(rounds(lambda x: by_jvp(x, m["b"]), m["a"])), "a"),
-    "a rule for jvp with an integer": (lambda m: total(counted(m["a"], jnp.arange(3))[0]), "a"),
     "a rule for vjp with None": (by_rule(lambda y, c: None), "a"),
     "a rule for vjp with zeros": (by_rule(lambda y, c: jnp.zeros_like(y)), "a"),
-    "a rule for vjp with ones": (by_rule(lambda y, c: jnp.ones_like(y)), "ab"),
     "a rule for vjp of values": (by_rule(lambda y, c: y), "ab"),
     "a rule that fails, but is not used": (lambda m: total(m["b"] * stop(broken(m["a"]))), "b"),
-    "two rules at one line": (lambda m: of_rules(m, ruled(lambda y, c: None), by_jvp), "a"),
     "a product with zero, in doubt": (lambda m: total(m["a"] * 0), "a"),
     "what is written over": (written, "a"),
     "what is written in a loop": (written_in_a_loop, "ab"),
@@ -232,18 +211,13 @@ def test_functions_of_jax_are_reached_where_their_derivative_is_not_zero():
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "all frozen"])
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_a_subset_of_the_slots(name, data):
+def test_a_subset_of_the_slots(name):
     model = ZOO[name].make()
     layout = ZOO[name].layout(model)
-    chosen = {path for path in layout.paths if data.draw(st.booleans())}
-
-    def f(model):
-        return [jnp.sum(abs(leaf)) for path, leaf in tp.trainables(model, layout).items() if path in chosen]
-
-    got = tp.reached(f, layout)(model)
-    assert (set(got.paths), got.ties) == (chosen, layout.ties)
+    slots = lambda model: tp.trainables(model, layout)
+    for chosen in (layout.paths[::2], layout.paths[1::2]):
+        got = tp.reached(lambda model, chosen=chosen: [abs(slots(model)[path]) for path in chosen], layout)(model)
+        assert (got.paths, got.ties) == (chosen, layout.ties)
 
 
 def test_a_tie_is_reached_at_any_of_its_places_and_by_the_value_alone():
@@ -335,13 +309,11 @@ def test_a_parameter_that_is_never_used_stays_put_under_adamw():
     tx = optim.trainable(optax.adamw(0.1, weight_decay=0.1))
 
     @functools.partial(jax.jit, static_argnames="unreached")
-    def two_steps(model, state, unreached):
-        for _ in range(2):
-            grads = tp.grad(lambda model: jnp.sum(model["w"] ** 2), state.layout, unreached=unreached)(model)
-            model, state = optim.step(tx, grads, state, model)
-        return model
+    def step(model, state, unreached):
+        grads = tp.grad(lambda model: jnp.sum(model["w"] ** 2), state.layout, unreached=unreached)(model)
+        return optim.step(tx, grads, state, model)[0]
 
-    for unreached, kept, tolerance in (("none", 1.0, 0), ("zeros", 0.99**2, 1e-6)):  # zeros: 0.1 * 0.1 decay each
-        model = two_steps(start, tx.init(start), unreached)
+    for unreached, kept, tolerance in (("none", 1.0, 0), ("zeros", 0.99, 1e-6)):  # zeros: decayed by 0.1 * 0.1
+        model = step(start, tx.init(start), unreached)
         assert not np.array_equal(model["w"], start["w"])
         np.testing.assert_allclose(model["v"], kept * start["v"], tolerance)

@@ -87,14 +87,13 @@ def test_a_transform_that_is_the_identity_at_its_shape_is_a_tie_without_one():
         assert tp.layout(again, ties=ties) == layout  # its own result is no contradiction
 
 
-MADE_ANEW = r"is made anew each time; use a function at module level"
+MADE_ANEW = "is made anew each time; use a function at module level"
 
 
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
         (lambda x: x, MADE_ANEW),
-        (jax.jit(lambda x: x), MADE_ANEW),
         (functools.partial(lambda x: x), MADE_ANEW),
         (operator.itemgetter(0), MADE_ANEW),  # an instance has no name
         (functools.partial(jnp.matmul, np.ones((2, 2), "float32")), r"hash"),
@@ -131,8 +130,6 @@ def test_ensembles_abstract_models_and_labels_at_a_transformed_alias():
     model = {"a": np.ones((2, 3), "f"), "b": np.ones(6, "f")}
     layout = tp.layout(model, ties=flat)
     assert tp.maptrainable(lambda x: "adam", model, trainable=layout) == {"a": "adam", "b": "adam"}
-    summed = tp.maptrainable(np.sum, model, trainable=layout)  # no leaf any more that the transform takes
-    assert summed["a"] is summed["b"]
     params, rest = tp.partition(model, layout)
     stacked = tp.combine({"a": np.stack([params["a"], 2 * params["a"]]), "b": None}, rest)
     np.testing.assert_array_equal(stacked["b"], [[1] * 6, [2] * 6])
