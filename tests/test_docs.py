@@ -68,6 +68,19 @@ def test_each_line_of_the_tables_of_idioms_runs_after_its_code():
         jax.eval_shape(once) if TRACED.search(line) else once()
 
 
+def test_steps_of_models_are_compiled_by_one_function():
+    """By `tp.jit`, which takes functions in models; plain `jax.jit` with a layout is on the page about it."""
+    steps = {
+        name: re.findall(r"^@(\S+)\n(def .*\n(?:(?: .*)?\n)*)", page.read_text(), re.M) for name, page in PAGES.items()
+    }
+    assert sum(wrapper.startswith("tp.jit") for found in steps.values() for wrapper, _ in found) > 20
+    plain = {name for name, found in steps.items() if any("jax.jit" in w and ".layout" in code for w, code in found)}
+    assert plain <= {"how-to/transformations.md"}
+    for page in (SITE.parent / "README.md", PAGES["index.md"], PAGES["getting-started.md"]):
+        assert "@tp.jit" in page.read_text()
+        assert "@jax.jit" not in page.read_text()
+
+
 @pytest.mark.parametrize("texts", ["docstrings", "pages", "notebooks", "readme"])
 def test_prose_is_as_easy_to_read_as_that_of_equinox_and_optax(texts):
     counted = dialect.counted(getattr(dialect, texts)())
@@ -269,6 +282,7 @@ def test_benchmarks_become_pages_with_all_claims():
 
 SEARCHES = {
     "faq.md": "number of parameters; Buffer has been deleted or donated; not a valid JAX type; gradient is None; scan",
+    "how-to/freeze.md": "freeze layers",
     "how-to/tie.md": "weight tying",
     "how-to/resume.md": "checkpoint and resume; keep the best checkpoint",
     "how-to/over-several-devices.md": "multi GPU",
@@ -278,15 +292,22 @@ SEARCHES = {
     "how-to/least-squares.md": "Levenberg Marquardt; Gauss-Newton; ODE parameters; least squares",
     "how-to/batch-norm.md": "batchnorm",
     "how-to/target-network.md": "replay buffer; exponential moving average; target network",
+    "how-to/clip.md": "gradient clipping",
     "how-to/large-batch.md": "gradient accumulation",
+    "how-to/weight-decay.md": "weight decay mask",
     "how-to/rates.md": "learning rate per layer",
+    "how-to/matrices.md": "lora",
     "how-to/pytorch.md": "load pytorch weights",
     "how-to/derivatives-in-losses.md": "pinn",
+    "how-to/hessian.md": "hessian",
+    "how-to/dp-sgd.md": "per example gradients",
     "how-to/keep-best.md": "early stopping",
     "how-to/other-models.md": "flax nnx",
+    "how-to/muon.md": "muon",
     "how-to/why-compile.md": "recompilation",
     "how-to/populations.md": "ensemble",
     "how-to/one-vector.md": "flatten parameters to vector",
+    "how-to/prune.md": "pruning",
     "how-to/two-losses.md": "GAN generator discriminator; SAC; soft actor-critic; temperature",
 }
 
@@ -295,3 +316,9 @@ SEARCHES = {
 def test_a_search_finds_the_page_among_the_first_three(name):
     for query in SEARCHES[name].split("; "):
         assert name in search.ranked(query)[:3], query
+
+
+def test_no_how_to_is_too_long_to_read():
+    assert {
+        name for name, page in PAGES.items() if name.startswith("how-to/") and len(page.read_text().split()) > 1500
+    } == set()
