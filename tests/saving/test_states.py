@@ -1,6 +1,5 @@
 """A state of an optimiser is restored whatever was frozen and thawed when it was saved, also by a plan."""
 
-import dataclasses
 import functools
 
 import equinox as eqx
@@ -63,17 +62,13 @@ RUNS = [
     ("master", "tree", {"a", "b.1"}, [({"a"}, True), (set(SLOTS), True)], NARROW, "shapes"),
     ("groups", "tree", {"b.0", "a"}, [({"a", "b.1"}, True), ({"b.0"}, True)], MODEL, "a part"),
     ("groups", "tree", {"b.1"}, [], MODEL, "a part"),  # of one group neither has an array
-    ("groups", "stacks", {"b.1"}, [], MODEL, "a part"),
     ("groups", "stacks", _PART, [({"b.0"}, True), (set(SLOTS), True)], MODEL, "shapes"),
     ("one group keeps nothing", "stacks", set(SLOTS), [({"b.0", "b.1"}, True)], MODEL, "everything"),
-    ("one group keeps nothing", "stacks", set(SLOTS), [({"a", "d.bias"}, True)], MODEL, "everything"),
     ("masked", "tree", set(SLOTS), [({"b.0", "a"}, True)], MODEL, "everything"),
     ("rows", "stacks", _PART, [({_EACH, "b.1"}, True), ({"a"}, True), (set(SLOTS), True)], NARROW, "a part"),
-    ("adam", "tree", _OF_FLAX, [({"b.bias", "b.kernel"}, True)], FLAX, "everything"),
     ("adam", "tree", _OF_FLAX, [({"b.bias", "b.kernel"}, True), (_OF_FLAX, False)], FLAX, "everything"),
     ("adam", "stacks", _OF_FLAX, [({"b.bias", "b.kernel"}, True)], FLAX, "everything"),
-    ("adam", "stacks", _OF_FLAX, [({"b.bias", "b.kernel"}, True), (_OF_FLAX, False)], FLAX, "everything"),
-    *(("gradients", form, set(SLOTS), [({"a"}, True)], MODEL, "everything") for form in ("tree", "vector", "stacks")),
+    *(("gradients", form, set(SLOTS), [({"a"}, True)], MODEL, "everything") for form in ("tree", "vector")),
     ("listed", "tree", set(SLOTS), [(set(SLOTS), True)], NARROW, "everything"),
 ]
 with_ties = lambda paths: sorted(paths | {"tied"} if "b.1" in paths else paths)  # a tie is trained as a whole
@@ -116,15 +111,6 @@ def test_a_state_is_restored_whatever_was_frozen_and_thawed(path, rule, form, fi
     assert assert_has(saving.loads(saving.dumps([state]), [like])[0][0], got)
     if started == "everything":
         assert_has(saving.plan(model, model).state(saving.names(path, "state"), like), state)
-
-
-def test_a_count_is_where_that_of_like_is(path):
-    model = {"a": ramp(3), "b": ramp(2, dtype=jnp.bfloat16)}
-    tx = optim.trainable(ADAM)
-    like = tx.init(model)
-    like = dataclasses.replace(like, still=np.asarray(like.still))
-    thawed = optim.set_trainable(tx, taken(optim.trainable(ADAM, "b").init(model)), model)
-    assert isinstance(there_and_back(path, thawed, like).still, np.ndarray)
 
 
 class Model(eqx.Module):
@@ -207,8 +193,7 @@ def test_trees_come_back_bit_for_bit_over_fewer_devices(saved, name):
 def test_the_model_of_params_and_rest_is_tied_as_before(saved):
     model = tp.combine(saved[2]["params"], saved[2]["rest"])
     assert model.same is model.embed
-    assert tp.layout(model) == tp.layout(make(0))
-    assert bits(model) == bits(make(0))
+    assert (tp.layout(model), bits(model)) == (tp.layout(make(0)), bits(make(0)))
 
 
 def test_a_plan_is_made_of_the_metadata_and_takes_what_is_restored(saved):
