@@ -148,13 +148,11 @@ def test_a_file_of_another_program_is_called_by_its_name(path):
         (pickle.dumps({"w": np.ones(2)}), r"is a pickle; .*pickle\.load\(open\(path"),
         (_archive("model/data.pkl", "model/data/0"), r"as PyTorch writes it; .*safetensors\.torch\.save_file"),
         (b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", r"as PyTorch writes it; .*with PyTorch"),  # before archives
-        (_archive("m/data.pkl", "m/constants.pkl", "m/code/a.py"), r"TorchScript; .*torch\.jit\.load"),
         (_archive("w.npy"), r"np\.savez; use np.load\(path\) as source: saving\.plan\(np\.load\(path\), model\)"),
         (b"\x93NUMPY\1\0", r"NumPy, as by eqx\.tree_serialise_leaves"),
         (msgpack_serialize({"params": {"w": np.ones(2)}}), r"MessagePack, as Flax .*msgpack_restore"),
         (b"\x89HDF\r\n\x1a\n" + bytes(40), r"HDF5; open it with h5py\.File"),
         (b"GGUF\3\0\0\0" + bytes(40), r"GGUF; .*gguf\.GGUFReader\(path\)"),
-        (b"\x08\x08\x12\x07pytorch\x1a\x05", r"ONNX; .*onnx\.load\(path\)"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "pointer of Git LFS .*git lfs pull"),
         (b"\n<!DOCTYPE html><html lang='en'>", "a web page, as a failed download .*again"),
     ]:

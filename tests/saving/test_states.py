@@ -137,12 +137,12 @@ def sharding(leaf, devices):
     return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "data"))
 
 
-def shapes_over(tree, devices):
-    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(leaf, devices))
+def shapes_over(tree):
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(leaf, 2))
     return jax.tree.map(shape, tree)
 
 
-TXS = {"trainable": optim.trainable(ADAM), "stacked": STACKS(MOMENTUM), "histories": optim.trainable(MOMENTUM)}
+TXS = {"stacked": STACKS(MOMENTUM), "histories": optim.trainable(MOMENTUM)}
 
 
 def stepped(name, model):
@@ -153,12 +153,9 @@ def stepped(name, model):
 
 
 TREES = {
-    "params": lambda model: tp.partition(model)[0],
-    "rest": lambda model: tp.partition(model)[1],
     "stacks": lambda model: tp.stack(model)[0],
     "average": lambda model: tp.Ema(model, decay=0.9).update(model),
     **{name: lambda model, name=name: stepped(name, model) for name in TXS},
-    "on one": lambda model: stepped("stacked", model),
 }
 ORBAX = orbax.checkpoint.StandardCheckpointer()
 
@@ -177,37 +174,17 @@ def saved(tmp_path_factory):
     lay = lambda leaf: jax.device_put(np.asarray(leaf), sharding(leaf, 4)) if eqx.is_array(leaf) else leaf
     with jax.numpy_dtype_promotion("standard"):
         trees = {name: jax.tree.map(lay, of(make(0))) for name, of in TREES.items()}
-        like = {name: shapes_over(of(make(1)), 1 if name == "on one" else 2) for name, of in TREES.items()}
-    return stored(folder / "trees", trees), trees, ORBAX.restore(folder / "trees", like), like
+        like = {name: shapes_over(of(make(1))) for name, of in TREES.items()}
+    return trees, ORBAX.restore(stored(folder / "trees", trees), like), like
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_trees_come_back_bit_for_bit_over_fewer_devices(saved, name):
-    trees, back, like = (each[name] for each in saved[1:])
+    trees, back, like = (each[name] for each in saved)
     assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(trees))
     assert jax.tree.structure(back) == jax.tree.structure(like)
     assert bits(back) == bits(trees)
     assert [leaf.sharding for leaf in jax.tree.leaves(back)] == [leaf.sharding for leaf in jax.tree.leaves(like)]
-
-
-def test_the_model_of_params_and_rest_is_tied_as_before(saved):
-    model = tp.combine(saved[2]["params"], saved[2]["rest"])
-    assert model.same is model.embed
-    assert (tp.layout(model), bits(model)) == (tp.layout(make(0)), bits(make(0)))
-
-
-def test_a_plan_is_made_of_the_metadata_and_takes_what_is_restored(saved):
-    folder, _, back, _ = saved
-    model = {"table": ramp(8, 4), "weights": ramp(4, 4, 4), "scales": ramp(4, 4, dtype=jnp.bfloat16)}
-    rename = {"embed": "table", "layers.*.weight": "weights", "layers.*.scale": "scales"}
-    metadata = saving.names(ORBAX.metadata(folder), "params")
-    each_once = ["embed", *(f"layers.{i}.{name}" for i in range(4) for name in ("scale", "weight"))]
-    assert list(metadata) == each_once
-    old = back["params"]
-    new = saving.plan(metadata, shapes_over(model, 2), rename=rename)(old)
-    stacks = {f"{name}s": np.stack([layer[name] for layer in old.layers]) for name in ("scale", "weight")}
-    assert bits(new) == bits(stacks | {"table": old.embed})
-    assert all(leaf.sharding == sharding(leaf, 2) for leaf in jax.tree.leaves(new))
 
 
 FROZEN = {
@@ -229,9 +206,6 @@ def test_a_state_restored_without_a_target_is_that_of_its_plan(tmp_path):
         back = saving.plan(model, model).state(restored[name], like=tx.init(model))
         assert jax.tree.structure(back) == jax.tree.structure(states[name])
         assert bits(back) == bits(states[name])
-    new = {"net": model}
-    renamed = saving.plan(model, new, rename={"**": "net.**"}).state(restored["clip"], like=txs["clip"].init(new))
-    assert bits(renamed) == bits(states["clip"])
     words = "nothing tells which parameters the arrays of the state are of"
     for form, like in of_pair.items():
         refused(words, saving.plan(pair, pair).state, restored[form], like=like)

@@ -1,12 +1,10 @@
 """What of a tree is no plain array: numbers, texts, refs, states of Equinox, nodes without keys, and what hides one."""
 
 import collections
-import concurrent.futures
 import dataclasses
 import enum
 import functools
 import logging
-import sys
 import threading
 import types
 
@@ -145,33 +143,6 @@ def test_what_holds_no_array_is_left_alone(path):
     assert there_and_back(path, tree, tree)["others"] == tree["others"]
 
 
-nested = lambda levels: functools.reduce(lambda tree, _: {"a": tree}, range(levels), ramp(2))
-
-
-def in_thread(call):
-    """Levels that jaxlib loses belong to a thread."""
-    limit = sys.getrecursionlimit()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        done = pool.submit(call)
-    sys.setrecursionlimit(limit)
-    return done
-
-
-def test_a_deep_tree_is_saved_as_deep_as_jax_takes_it(path):
-    def check(tree, is_taken):
-        if is_taken:
-            there_and_back(path, tree, tree)
-            return
-        for call in (saving.save, saving.load):
-            refused(r"the tree is nested too deeply for jax\.tree\.flatten", call, path, tree)
-
-    for levels in (700, 3000):
-        tree = nested(levels)
-        is_taken = in_thread(functools.partial(jax.tree.flatten, tree)).exception() is None
-        assert is_taken or levels == 3000
-        in_thread(functools.partial(check, tree, is_taken)).result()
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _stepped(tx, model):
     return optim.step(tx, model, tx.init(model), model)[1]
@@ -267,22 +238,12 @@ def test_changes_of_refs_keys_and_refs_at_two_paths(path):
 
 @pytest.mark.skipif(not hasattr(nnx, "with_vars"), reason="this version of Flax has no variables that are refs")
 def test_a_model_of_nnx_under_ref(path):
-    class Net(nnx.Module):
-        def __init__(self, seed):
-            rngs = nnx.Rngs(seed)
-            self.dense, self.norm = nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
-
     with nnx.var_defaults(ref=True):
-        net, like = Net(0), Net(1)
-    saved, state = (nnx.split(each)[1] for each in (net, like))
-    saving.save(path, saved)
-    names = ["dense.bias", "dense.kernel", "norm.bias", "norm.mean", "norm.scale", "norm.var"]
-    assert sorted(load_file(path)) == sorted(saving.names(net)) == names
-    refs = jax.tree.leaves(like)
-    got = saving.load(path, state)
-    assert all(a is b is c for a, b, c in zip(jax.tree.leaves(got), refs, jax.tree.leaves(like), strict=True))
-    np.testing.assert_array_equal(like.dense.kernel[...], net.dense.kernel[...])
-    refused(r"got a ref.* at 'dense.bias', 'dense.kernel', 'norm.bias' and 1 more", tp.layout, saved)
+        net, like = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    saving.save(path, nnx.split(net)[1])
+    assert sorted(load_file(path)) == sorted(saving.names(net)) == ["bias", "kernel"]
+    saving.load(path, nnx.split(like)[1])
+    np.testing.assert_array_equal(like.kernel[...], net.kernel[...])
 
 
 def model_of(*names):
