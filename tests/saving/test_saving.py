@@ -1,6 +1,5 @@
 """save and load: a tree in one file and back, bit for bit, in a format that others read."""
 
-import functools
 import io
 import pickle
 import re
@@ -21,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 import treeparams as tp
 from treeparams import saving
 from treeparams._files.file import File
-from treeparams._files.source import OnDisk
 
 from ..zoo import ZOO, Norm, assert_same, enable_x64, first_devices, models, ramp
 from .files import Transposed, abstract, assert_bits, emptied, names_in, planned, refused, row, there_and_back
@@ -53,14 +51,6 @@ def test_a_round_trip_keeps_every_bit_and_every_tie(path, name):
     same = saving.dumps(model, version=4, since=(3, model))
     assert_bits(saving.loads(same, got if name != "numpy leaves" else model, version=3)[0], model)
     assert len(same) <= len(message)
-
-
-def test_what_is_made_of_a_model(path):
-    for make in (tp.partition, tp.ravel, tp.stack, functools.partial(tp.Ema, decay=0.5)):
-        saved, like = (make({"a": ramp(2, start=start), "b": [ramp(2, 2), jnp.tanh]}) for start in (0, 1))
-        for got in (there_and_back(path, saved, like), saving.loads(saving.dumps(saved), like)[0]):
-            assert not tp.diff(got, saved)
-            assert tp.diff(got, like)
 
 
 @hypothesis.settings(max_examples=20, deadline=None)
@@ -295,19 +285,6 @@ def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, mon
     for name, (_, _, *words) in UNLIKE.items():
         assert any(all(word in line for word in (f"'{name}", *words)) for line in said.splitlines())
     assert read == []
-
-
-def test_each_array_is_read_once(path, monkeypatch):
-    read, read_at = [], OnDisk.read_at
-    tree = {"a": ramp(2), "large": ramp(70, 100), "m": ramp(5)}
-    saving.save(path, tree)
-    first = path.stat().st_size - sum(array.nbytes for array in tree.values())
-    note = lambda file, into, start: read.extend([len(into)] * (start >= first)) or read_at(file, into, start)
-    monkeypatch.setattr(OnDisk, "read_at", note)
-    for load in (lambda: saving.load(path, tree), lambda: dict(saving.names(path))):
-        assert_same(load(), tree)
-        assert sorted(read) == [8, 20, 28_000]
-        read.clear()
 
 
 def test_arrays_lie_where_those_of_like_do_whatever_reads_them(path):

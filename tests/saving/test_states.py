@@ -27,12 +27,9 @@ SLOTS = tp.layout(MODEL).paths
 NONE = jax.tree.map(lambda _: False, MODEL)
 
 
-class OfFlax(nnx.Module):
-    def __init__(self, rngs):
-        self.a, self.b = nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
-
-
-FLAX = jax.tree.map(lambda leaf: ramp(*leaf.shape), nnx.split(nnx.eval_shape(lambda: OfFlax(nnx.Rngs(0))))[1])
+FLAX = nnx.State({
+    name: {"bias": nnx.Param(ramp(size)), "kernel": nnx.Param(ramp(2, size))} for name, size in {"a": 3, "b": 1}.items()
+})
 MOMENTUM, ADAM = optax.sgd(0.1, momentum=0.9), optax.adam(0.01)
 _zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
 RULES = {
@@ -113,22 +110,12 @@ def test_a_state_is_restored_whatever_was_frozen_and_thawed(path, rule, form, fi
         assert_has(saving.plan(model, model).state(saving.names(path, "state"), like), state)
 
 
-class Model(eqx.Module):
-    embed: jax.Array
-    layers: tuple[dict[str, jax.Array], ...]
-    mean: jax.Array = tp.field(trainable=False)
-    head: jax.Array = tp.field(tied_to="embed", transform=jnp.transpose)
-    calls: jax.Array
-    same: jax.Array
-    activation: object = jax.nn.relu
-
-
 def make(seed):
     values = np.random.default_rng(seed).normal(size=(8, 4)).astype("f")
     values[0, :2] = np.nan, -0.0
     embed, low = jnp.asarray(values), functools.partial(ramp, dtype=jnp.bfloat16)
     layers = tuple({"weight": ramp(4, 4, start=i), "scale": low(4, start=i)} for i in range(4))
-    return Model(embed, layers, ramp(8, start=seed), embed.T, jnp.asarray(seed), embed)
+    return {"embed": embed, "layers": layers, "same": embed, "calls": jnp.asarray(seed), "activation": jax.nn.relu}
 
 
 def sharding(leaf, devices):
