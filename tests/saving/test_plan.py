@@ -214,7 +214,7 @@ MOVES = {
     "transpose": jnp.transpose,
     "reshape": lambda x: x.reshape(2, 8).T.reshape(4, 4),
     "flip": lambda x: x[:, ::-1],
-    "take along": lambda x: jnp.take_along_axis(x, np.array([1, 3, 0, 2])[:, None], axis=1),
+    "take along": lambda x: jnp.take_along_axis(x, np.array([[1, 3, 0, 2]]), axis=1),
     "split": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1]),
     "mapped": jax.vmap(lambda row: row[::-1]),
     "computed places": lambda x: x[(jnp.asarray(_ROWS) * 3 + 1) % 4],

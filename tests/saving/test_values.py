@@ -144,8 +144,8 @@ def test_what_holds_no_array_is_left_alone(path):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _stepped(tx, model):
-    return optim.step(tx, model, tx.init(model), model)[1]
+def _stepped(tx, grads, model):
+    return optim.step(tx, grads, tx.init(model), model)[1]
 
 
 def test_a_state_of_another_form_or_of_plain_optax_is_named_with_the_line_that_carries_it(path):
@@ -154,11 +154,11 @@ def test_a_state_of_another_form_or_of_plain_optax_is_named_with_the_line_that_c
         in_tree = lambda state, at=at: {at: state} if at else state
         tx, before = (optim.trainable(rule, form=form) for form in (wanted, saved))
         words = f"'{at}' has the form '{saved}' in the file, '{wanted}' in the"
-        state, fresh = _stepped(before, model), tx.init(model)
+        state, fresh = _stepped(before, model, model), tx.init(model)
         said = refused(words, there_and_back, path, in_tree(state), in_tree(fresh))
         line = said.splitlines()[-1].removeprefix("state = ")
         carried = eval(line, {"saving": saving, "model": model, "tx": tx, "path": path})
-        assert not tp.diff(carried, _stepped(tx, model))
+        assert not tp.diff(carried, _stepped(tx, model, model))
         tx, words = optim.trainable(rule), f"'{at}' is one of plain Optax .* write state = optim.from_optax\\(tx, state"
         refused(words, there_and_back, path, in_tree(rule.init(model)), in_tree(tx.init(model)))
     assert not tp.diff(optim.from_optax(tx, saving.load(path, rule.init(model)), model), tx.init(model))
