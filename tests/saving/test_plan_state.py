@@ -18,7 +18,7 @@ from treeparams.optim._state import Roles, TrainableState, rule_of
 from treeparams.optim._step import Rule
 
 from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
-from .files import flipped, refused, taken, there_and_back
+from .files import flipped, fresh, refused, taken, there_and_back
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -37,11 +37,6 @@ _donated_steps = jax.jit(_steps, static_argnums=0, donate_argnums=1)
 def made(form, rule, *trainable):
     """Vectors and stacks try each of their transformations at the first `init`."""
     return form(rule, *trainable)
-
-
-def fresh(tx, model):
-    """What `tx.init(model)` returns, with zeros of NumPy: JAX compiles a program for each of its own."""
-    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(tx.init, model))
 
 
 counts_of = lambda state: [int(count) for count in state.counts]
@@ -98,7 +93,6 @@ LAW = [
     ("renamed", "adam", "stacks", "tree"),
     ("split, merged, stacked", "injected", "tree", "vector"),
     ("split, merged, stacked", "schedule", "vector", "stacks"),
-    ("split, merged, stacked", "MultiSteps", "stacks", "stacks"),
 ]
 
 

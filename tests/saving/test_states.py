@@ -16,7 +16,7 @@ import treeparams as tp
 from treeparams import optim, saving
 
 from ..zoo import STACKS, filled, first_devices, ramp
-from .files import bits, refused, taken, there_and_back
+from .files import bits, fresh, refused, taken, there_and_back
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -92,12 +92,12 @@ _made = functools.cache(lambda rule, form, *trainable: optim.trainable(RULES[rul
 @pytest.mark.parametrize(("rule", "form", "first", "then", "model", "started"), RUNS)
 def test_a_state_is_restored_whatever_was_frozen_and_thawed(path, rule, form, first, then, model, started):
     tx = _made(rule, form)
-    state = optim.set_trainable(tx, tx.init(model), model, with_ties(first), reset=True)
+    state = optim.set_trainable(tx, fresh(tx, model), model, with_ties(first), reset=True)
     for chosen, is_stepped in then:
         state = taken(state) if is_stepped else state
         state = optim.set_trainable(tx, state, model, with_ties(chosen) or NONE)
-    start = (_made(rule, form, "b.0") if started == "a part" else tx).init
-    like = eqx.filter_eval_shape(start, model) if started == "shapes" else start(model)
+    start = _made(rule, form, "b.0") if started == "a part" else tx
+    like = eqx.filter_eval_shape(tx.init, model) if started == "shapes" else fresh(start, model)
     got = there_and_back(path, {"state": state}, {"state": like})["state"]
     assert got.layout.paths == state.layout.paths
     thawed = lambda state: optim.set_trainable(tx, state, model)
