@@ -55,7 +55,7 @@ def test_cut_anywhere(path, like, good):
     data, start = good
     path.write_bytes(data)
     assert (saving.load(path, like)["first"] == 1).all()
-    places = {*range(start), *np.linspace(start, len(data) - 1, 100).astype(int)}
+    places = {*range(0, start, 3), *np.linspace(start, len(data) - 1, 100).astype(int)}
     for place in sorted(places, reverse=True):
         os.truncate(path, place)
         assert DAMAGED in unreadable(path, saving.load, like)
@@ -67,7 +67,7 @@ def test_cut_anywhere(path, like, good):
 def test_one_byte_flipped_anywhere(path, like, good):
     data, start = good
     path.write_bytes(data)
-    places = [*range(start), *np.linspace(start, len(data) - 1, 60).astype(int)]
+    places = [*range(0, start, 3), *np.linspace(start, len(data) - 1, 60).astype(int)]
     with open(path, "r+b", buffering=0) as file:
         for count, place in enumerate(places):
             flip = [1 << count % 8, 0xFF][count // 8 % 2]
