@@ -91,6 +91,11 @@ def assert_bits(got, want):
     return len(arrays)
 
 
+def fresh(tx, model):
+    """What `tx.init(model)` returns, with zeros of NumPy: JAX compiles a program for each of its own."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(lambda: tx.init(model)))
+
+
 def taken(state, steps=2):
     """The state with other numbers in all that runs, as if steps had been taken."""
     leaves, treedef = jax.tree.flatten(state.runs)

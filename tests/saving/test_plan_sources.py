@@ -5,7 +5,6 @@ import json
 import pathlib
 import weakref
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeparams as tp
 from treeparams import saving
-from treeparams.saving._names import stack
 
 from ..zoo import assert_same, first_devices, ramp
 from .files import Transposed, planned, refused, row, shapes
@@ -33,14 +31,11 @@ def sources(tmp_path_factory):
     saving.save(ours, _NESTED)
     saving.save(whole, {"model": _NESTED, "average": ramp(2)})
     safetensors.numpy.save_file(_FLAT, theirs)
-    parts = [str(folder / f"part-{name}.safetensors") for name in _FLAT]
-    for part, (name, array) in zip(parts, _FLAT.items(), strict=True):
-        safetensors.numpy.save_file({name: array}, part)
     checkpointer = orbax.checkpoint.StandardCheckpointer()
     checkpointer.save(folder / "orbax", _NESTED)
     checkpointer.wait_until_finished()
     values = [_FLAT, _NESTED, saving.names(_NESTED), saving.names(whole, "model"), ours, pathlib.Path(ours), theirs]
-    values += [parts, checkpointer.restore(folder / "orbax"), jax.tree.map(jnp.asarray, _NESTED)]
+    values += [checkpointer.restore(folder / "orbax"), jax.tree.map(jnp.asarray, _NESTED)]
     return values, [tp.layout(_NESTED), shapes(_FLAT), shapes(_NESTED), checkpointer.metadata(folder / "orbax")]
 
 
@@ -61,16 +56,17 @@ def test_a_folder_and_its_index_are_the_files_of_a_checkpoint(tmp_path):
     refused(r"the folder '.*' has no \*\.safetensors; it has nothing", saving.plan, tmp_path, model)
     for name, array in _FLAT.items():
         safetensors.numpy.save_file({name: array}, tmp_path / f"part-{name}.safetensors")
-    index, other = tmp_path / "model.safetensors.index.json", tmp_path / "other.safetensors.index.json"
+    index = tmp_path / "model.safetensors.index.json"
     said = {"metadata": {"total_size": 9}, "weight_map": {name: f"part-{name}.safetensors" for name in _FLAT}}
     assert_same(planned(tmp_path, model), want)
     index.write_text(json.dumps(said))
     safetensors.numpy.save_file(_FLAT, tmp_path / "of-something-else.safetensors")  # the index does not name it
-    for source in (tmp_path, str(tmp_path), index):
+    for source in (str(tmp_path), index):
         assert_same(planned(source, model), want)
-    other.write_text("{}")
+    index.write_text("{}")
+    refused("is no index, JSON with a weight_map of files: KeyError", saving.plan, index, model)
+    index.unlink()
     refused(r"'fc\.bias' is in two of the files .*of-something-else\.safetensors", saving.plan, tmp_path, model)
-    refused(r"other.*is no index, JSON with a weight_map of files: KeyError", saving.plan, other, model)
 
 
 def test_metadata_of_hugging_face_are_further_names_of_tied_tensors(path):
@@ -87,19 +83,15 @@ def test_metadata_of_hugging_face_are_further_names_of_tied_tensors(path):
 
 def test_files_of_numpy_and_arrays_of_another_byte_order(tmp_path):
     path, model = tmp_path / "model.npz", {"w": ramp(2)}
-    others = {"text": np.array("adam"), "wide": np.zeros(2, np.longdouble), "pairs": np.zeros(2, [("é", "f4")])}
-    np.savez_compressed(path, w=np.arange(2, dtype=">f4"), **others)
-    drop, more = {"wide": None, "pairs": None}, model | {"wide": ramp(2)}
+    np.savez_compressed(path, w=np.arange(2, dtype=">f4"), text=np.array("adam"), wide=np.zeros(2, np.longdouble))
     with np.load(path) as file:
         for transform in (None, {"w": jnp.asarray}, {"w": lambda array: array.astype("float32")}):
-            for source in (file, {"w": file["w"]}):
-                plan = saving.plan(source, model, rename=drop if source is file else None, transform=transform)
-                assert_same(plan(source), {"w": jnp.arange(2.0)})
-        refused("'wide' is unused: no array is at 'wide'\n'pairs' is unused", saving.plan, file, model)
+            for source, rename in ((file, {"wide": None}), ({"w": file["w"]}, None)):
+                assert_same(planned(source, model, rename=rename, transform=transform), {"w": jnp.arange(2.0)})
+        refused("'wide' is unused: no array is at 'wide'", saving.plan, file, model)
         words = r"'wide' is float\d+\[2\], which JAX does not support; drop it, rename=\{'wide': None\}"
         for transform in (None, {"wide": jnp.sin}):
-            refused(words, saving.plan, file, more, rename={"pairs": None}, transform=transform)
-        assert_same(saving.plan(file, more, strict=False)(file)["wide"], ramp(2))
+            refused(words, saving.plan, file, model | {"wide": ramp(2)}, transform=transform)
 
 
 def test_names_that_the_plan_does_not_know_and_those_that_are_missing_or_go_nowhere():
@@ -177,8 +169,6 @@ def test_entries_of_a_tie_that_are_not_numbers_that_are_left_out_or_that_no_valu
     np.testing.assert_array_equal(dropped(other)["b"], _X)
     words = r"'a' and 'b' differ, .* uses only 'b'; .* rename=\{'a': None\}"
     refused(words, saving.plan(tied, {"q": ramp(2), "w": ramp(3)}, rename={"b": "q"}), other)
-    keys = {name: jax.random.key(0) for name in "ab"}
-    refused(_DIFFER, saving.plan(dict.fromkeys("ab", keys["a"]), {"a": keys["a"]}), keys | {"b": jax.random.key(1)})
     # One description of several arrays is no tie.
     one, model = jax.ShapeDtypeStruct((2,), np.float32), {"l": [{"w": ramp(2)}]}
     for source in (dict.fromkeys(("l.0.w", "l.1.w"), one), {"l": [{"w": one}] * 2}, tp.layout({"l": [{"w": one}] * 2})):
@@ -210,29 +200,15 @@ def test_a_source_that_is_tied(kind, path):
         assert tp.layout(made).ties == {}
 
 
-def _third(array):
-    return array / 3
-
-
 def test_a_tie_through_a_transform(path):
     model, array = Transposed(ramp(2, 3), ramp(2, 3).T), row(2, 3)
-    for source in ({"encoder": array}, {"encoder": array, "decoder": array.T}):
+    rounded = array.T * np.float32(1 + 1e-6)  # what is computed is rounded otherwise by another machine
+    for source in ({"encoder": array}, {"encoder": array, "decoder": rounded}, {"encoder": array, "decoder": array.T}):
         assert_same(planned(source, model), Transposed(jnp.asarray(array), jnp.asarray(array.T)))
     words = "'decoder' goes to 'decoder', which is tied to 'encoder', but another array"
     refused(words, saving.plan(source, model), {"encoder": array, "decoder": array.T + 1})
     refused("'encoder' is missing", saving.plan, {"decoder": array.T}, model)
     assert_same(planned(model, model), model)
-    # One that is computed is the same up to half of its digits: another machine rounds otherwise.
-
-    class Scaled(eqx.Module):
-        w: jax.Array
-        s: jax.Array = tp.field(tied_to="w", transform=_third)
-
-    scaled = Scaled(ramp(2), _third(ramp(2)))
-    source = {"w": np.asarray(scaled.w), "s": np.asarray(scaled.s) * np.float32(1 + 1e-6)}
-    for dtype in (np.float32, np.float64):
-        assert_same(planned({name: each.astype(dtype) for name, each in source.items()}, scaled), scaled)
-    refused("'s' goes to 's', which is tied to 'w'", planned, source | {"s": source["s"] * np.float32(1.01)}, scaled)
     # An alias has a name where it is not what its source gives.
     for each, want in ((model, ["encoder"]), (Transposed(ramp(2, 3), ramp(3, 2) + 1), ["decoder", "encoder"])):
         saving.save(path, each)
@@ -260,14 +236,11 @@ def test_a_flat_dictionary_is_a_model_without_quotes(path):
         for given in (path, flat, named):
             assert_same(plan(given), flat)
     assert_same(planned(path, deep), deep)
-    np.testing.assert_array_equal(saving.names(path, rename={"layers.*.w": "w", "b": None})["w"], [[0, 1], [5, 6]])
     wrong = named | {"layers.0.w": row(3)}
     plan = saving.plan(wrong, shapes(named), rename={"b": None}, strict=False)
     disagrees = "'layers.0.w' is float32[2], but float32[3] comes from layers.0.w"
     assert plan.problems() == ["'b' is missing: nothing comes to it", disagrees]
     refused(r"nothing comes to b, layers\.0\.w, and the model has no value", plan, wrong)
-    stays = saving.plan({"b": row(1)}, named, rename={None: "layers.**"})
-    assert (str(stays).count("stays"), stays.missing) == (2, ())
 
 
 def test_within_jit_and_vmap():
@@ -309,7 +282,7 @@ def test_a_model_owns_what_came_from_numpy_and_a_plan_holds_nothing_of_it():
     assert array() is None
 
 
-@pytest.mark.parametrize("wide", [np.array([1e300, 1.0]), np.array([2**40, 1]), np.array([1e300j, 1.0])])
+@pytest.mark.parametrize("wide", [np.array([1e300, 1.0]), np.array([2**40, 1])])
 def test_64_bits_that_do_not_fit_into_32(wide):
     """Whichever way they go; where NumPy has them on both sides, they are not cut."""
     narrow = jax.dtypes.canonicalize_dtype(wide.dtype)
@@ -327,8 +300,7 @@ def test_64_bits_that_do_not_fit_into_32(wide):
     assert saving.names({"a": wide[1:]}, transform={"a": np.negative})["a"].dtype == wide.dtype
 
 
-def test_a_stack_of_thousands_of_rows():
-    assert isinstance(stack(row(2), row(2)), np.ndarray)
+def test_a_stack_lies_where_that_of_the_model_does():
     mesh = Mesh(np.array(first_devices(2)), ("d",))
     over, lies = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("d",), (None, "d")))
     rows = {f"l.{i}": jax.device_put(row(2, start=i), over) for i in range(40)}
@@ -343,8 +315,7 @@ def test_names_of_a_model_for_other_programs(path):
     model = {"net": [ramp(2, 3), ramp(2, dtype=jnp.bfloat16)], "tied": None, "key": jax.random.key(1), "f": jnp.sin}
     model["tied"] = model["net"][0]
     theirs = saving.names(model, rename={"net.*": "layer_*", "key": None}, transform={"net.0": np.transpose})
-    found = [(name, its.shape, its.dtype.name, type(its)) for name, its in theirs.items()]
-    assert found == [("layer_0", (3, 2), "float32", np.ndarray), ("layer_1", (2,), "bfloat16", np.ndarray)]
+    assert {name: type(its) for name, its in theirs.items()} == {"layer_0": np.ndarray, "layer_1": np.ndarray}
     assert theirs["layer_0"].flags.c_contiguous  # safetensors writes the buffer as it is
     safetensors.numpy.save_file(theirs, path)
     refused("'layer'; nearest: 'layer_", saving.names(path).__getitem__, "layer", kind=KeyError)
@@ -352,36 +323,23 @@ def test_names_of_a_model_for_other_programs(path):
     back = saving.plan(path, model, **turned, strict=False)
     assert (back.missing, back.unused, back.disagrees) == (("key",), (), ())
     assert_same(back(path), model)
-    np.testing.assert_array_equal(saving.names(model)["key"], jax.random.key_data(model["key"]))
-    assert list(saving.names(model, "net")) == ["0", "1"]
 
 
 def test_errors_of_names():
     tensor = type("Tensor", (), {"shape": (2,), "dtype": "torch.float32", "__module__": "torch"})()
     arrays, two, same = {"a": row(2), "b": row(2)}, {"a": ("x", "y")}, {"a": lambda a: a}
     for source, options, kind, words in [
-        ({"net": [row(2)]}, {"below": "nett"}, ValueError, "nothing lies below 'nett'; nearest: 'net'"),
         (arrays, {"rename": {"a": "x", "b": "x"}}, ValueError, "'b' and another array both get one name of x"),
         (arrays, {"rename": two, "transform": same}, ValueError, "gives 1 arrays, but the names are x"),
-        (arrays, {"transform": {"a": lambda a: a @ np.ones((3, 3))}}, ValueError, r"of 'a' \(float32\[2\]\) fails"),
         ({"w": np.ma.masked_array([1.0], [True])}, {}, TypeError, r"'w' is a masked array, .* pass array.filled\("),
         *((each, {}, TypeError, "is a PyTorch tensor; pass") for each in ({"w": tensor}, {"net": [tensor]})),
     ]:
         refused(words, saving.names, source, **options, kind=kind)
 
 
-def test_any_name_can_be_printed():
-    strange = ["", "a\nb", "a\tb", "\ud800", '"', "'", "é", "**", "!x", "[z]", "\x00", "a b", "a.b\nc", "x" * 200]
-    source, wrong = ({name: row(size) for name in strange} for size in (2, 3))
-    assert saving.plan(source, source).problems() == []
-    few = {"x": row(2)}
-    for pair in ((source, source), (source, wrong), (source, few), (few, source), ({}, {}), (row(2), row(3))):
-        plan = saving.plan(*pair, strict=False)
-        texts = [str(plan), repr(plan), *map(str, plan.rows), *plan.problems()]
-        assert all(text.isprintable() for text in "\n".join(texts).split("\n"))
-        assert plan._repr_html_().encode()
-    plan = saving.plan(_layers(100), {"l": {"w": row(100, 2)}, "k": row(1)}, rename={"l.*.w": "l.w", None: "k"})
-    names = ", ".join(_layers(100))
-    assert list(map(str, plan.rows)) == ["k: float32[1], from nothing", f"l.w: float32[100,2], from {names} by stack"]
-    keys = saving.plan({"k": jax.random.key(0)}, {"k": jax.random.key(0, impl="rbg")}, strict=False)
-    assert keys.disagrees == ("'k' is key<rbg>[], but key<fry>[] comes from k",)
+def test_a_plan_is_printed_in_one_line_for_each_array():
+    strange = {name: row(2) for name in ("a\nb", "\ud800", "\x00")}
+    assert str(saving.plan(strange, strange)).replace("\n", "").isprintable()
+    plan = saving.plan(_layers(2), {"l": {"w": row(2, 2)}, "k": row(1)}, rename={"l.*.w": "l.w", None: "k"})
+    said = ["k: float32[1], from nothing", "l.w: float32[2,2], from l.0.w, l.1.w by stack"]
+    assert list(map(str, plan.rows)) == said

@@ -18,7 +18,7 @@ from treeparams.optim._state import Roles, TrainableState, rule_of
 from treeparams.optim._step import Rule
 
 from ..zoo import STACKS, VECTOR, assert_close, assert_same, ramp
-from .files import flipped, refused, taken, there_and_back
+from .files import flipped, fresh, refused, taken, there_and_back
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -37,11 +37,6 @@ _donated_steps = jax.jit(_steps, static_argnums=0, donate_argnums=1)
 def made(form, rule, *trainable):
     """Vectors and stacks try each of their transformations at the first `init`."""
     return form(rule, *trainable)
-
-
-def fresh(tx, model):
-    """What `tx.init(model)` returns, with zeros of NumPy: JAX compiles a program for each of its own."""
-    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(tx.init, model))
 
 
 counts_of = lambda state: [int(count) for count in state.counts]
@@ -73,14 +68,11 @@ RULES = {
     "momentum": MOMENTUM,
     "schedule": optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9),
     "adam": RULE,
-    "rprop": optax.rprop(0.1),
     "chain": optax.chain(optim.clip_by_global_norm(1e6), INJECTED),
     "injected": INJECTED,
     "MultiSteps": optax.MultiSteps(optax.rmsprop(0.1), 2).gradient_transformation(),
     "if finite": optax.apply_if_finite(RULE, 3),
     "plateau": optax.chain(RULE, optax.contrib.reduce_on_plateau()),
-    "ema": optax.chain(optax.ema(0.9), optax.trace(0.9)),
-    "cocob": optax.contrib.cocob(),
     "prodigy": optax.contrib.prodigy(),
     "lbfgs": LBFGS,
     "schedule free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
@@ -101,7 +93,6 @@ LAW = [
     ("renamed", "adam", "stacks", "tree"),
     ("split, merged, stacked", "injected", "tree", "vector"),
     ("split, merged, stacked", "schedule", "vector", "stacks"),
-    ("split, merged, stacked", "MultiSteps", "stacks", "stacks"),
 ]
 
 
@@ -144,20 +135,18 @@ NEW = {"x": ramp(2, 3), "y": ramp(2, 3), "w": ramp(3), "s": ramp()}
 MORE = {"begins": ramp(2, 3), "late": ramp(2)}
 # Over the vector and the tree, which have the pieces of the stacks by themselves, a few.
 AS_TREES = ["lbfgs", "novograd", "sm3", "adafactor", "muon", "masked", "groups"]
-POSITIONS, STATES = [ramp(2, 2), ramp(3), {"0": ramp(1)}], {"count": ramp(2)}
+POSITIONS = [ramp(2, 2), ramp(3), {"0": ramp(1)}]
 CASES = [
     *((OLD, name, form) for name in ["adam", "injected", "MultiSteps"] for form in ("tree", "vector")),
     *((OLD, name, "tree") for name in AS_TREES),
     *((OLD, name, "stacks") for name in RULES if name not in AS_TREES[:5]),
     # Paths that look like those of a state.
-    ([ramp(2, 2)], "momentum", "vector"),
-    *((POSITIONS, name, "stacks") for name in ("per leaf", "adam")),
+    (POSITIONS, "per leaf", "stacks"),
     ({"mu": ramp(2), "nu": {"mu": ramp(2, 2)}, "count": ramp(3)}, "adam", "tree"),
-    *(({"count": ramp(3)}, name, "tree") for name in ("schedule", "injected")),
-    *(({name: ramp(2, 2)}, "momentum", "vector") for name in ("trace", "__metadata__")),
-    ({"states": STATES, "inner_state": {"0": ramp(3)}, "runs": [ramp(2)]}, "per leaf", "stacks"),
+    ({"count": ramp(3)}, "injected", "tree"),
+    ({"__metadata__": ramp(2, 2)}, "momentum", "vector"),
+    ({"states": {"count": ramp(2)}, "inner_state": {"0": ramp(3)}, "runs": [ramp(2)]}, "per leaf", "stacks"),
     ({"float32[2]": ramp(2), "float32[3]": [ramp(3), ramp(2)]}, "adam", "stacks"),
-    (ramp(2, 2), "per leaf", "stacks"),
     (ramp(2, 2), "momentum", "vector"),
 ]
 _rule = functools.cache(lambda name, form: rule_of(FORMS[form](RULES[name])))
@@ -196,10 +185,9 @@ def test_what_begins_is_fresh_and_the_rest_as_it_was(name, form):
     np.testing.assert_equal(begun, {at: all_fresh[at] for at in begun})
 
 
-@pytest.mark.parametrize("make", [lambda n: {"head": ramp(n, 3), "b": ramp(2)}, lambda n: [ramp(n, 3), ramp(7, 2)]])
-def test_a_padded_vector_is_not_opened_as_another_one(make, path):
+def test_a_padded_vector_is_not_opened_as_another_one(path):
     runs = []
-    for model in (make(10), make(11)):
+    for model in ({"head": ramp(n, 3), "b": ramp(2)} for n in (10, 11)):
         layout = tp.layout(model)
         form = Form.vector(layout, pad_to=128)
         rule = Rule(RULE, None, lambda _, form=form: form)
@@ -219,11 +207,8 @@ def test_a_vector_of_the_same_parameters_in_another_order_is_not_opened(path):
         runs.append({"vector": vector, "back": restructure})
     refused(r"'back' opens, 'b' is \[0:2\] of shape \(2,\) in the tree, \[2:4\] of shape", there_and_back, path, *runs)
     tx, pair = made(VECTOR, RULE), {"a": ramp(2), "b": ramp(2)}
-    for name in "ua":
-        words = rf"(?s)does not fit.*state at '' holds {name} in the tree, a, b in .*saving.plan\(old_model, model, ren"
-        refused(words, there_and_back, path, fresh(tx, pair), fresh(tx, {name: ramp(4)}))
-    before, after = ({"k": ramp(2), f"x at {name}": ramp(2)} for name in "yz")
-    refused("holds k, x at z in the tree, k, x at y", there_and_back, path, fresh(tx, before), fresh(tx, after))
+    words = r"(?s)does not fit.*state at '' holds u in the tree, a, b in .*saving.plan\(old_model, model, ren"
+    refused(words, there_and_back, path, fresh(tx, pair), fresh(tx, {"u": ramp(4)}))
 
 
 def history(form, *choices, steps=2):
@@ -250,8 +235,6 @@ def test_what_waits_waits_afterwards(form, steps, path):
             thawed, again = (optim.set_trainable(tx, each, MODEL, wanted) for each in (state, its))
             assert again.roles.running == thawed.roles.running
             assert_same((again.runs, again.counts[: len(again.runs)]), (thawed.runs, thawed.counts[: len(thawed.runs)]))
-        owners = [own for copies in some.roles.divisions for own in copies.owners if own]
-        assert "b" not in {slot for own in owners for slot in own.paths}
 
 
 @pytest.mark.parametrize("form", [optim.trainable, VECTOR], ids=["tree", "vector"])
@@ -305,14 +288,6 @@ def test_ties_of_the_source_and_of_the_model_that_are_others_now():
         moved = saving.plan(tp.layout(tied), new, rename={"e": "wte", "h": "out"})
         its = jax.tree.leaves(mu(moved.state(of_tied, tx.init(new))))
         assert_same(its, [mu(of_tied)["e"]] * len(tp.layout(new).slots), identity=False)
-    # What is computed of another parameter has no moments to give.
-    computed, old = {"e": ramp(2, 3), "h": ramp(2, 3).T}, {"w": ramp(2, 3)}
-    layout = tp.layout(computed, ties={"h": ("e", jnp.transpose)})
-    turned, state = plan(old, computed, rename={"w": "e"}, trainable=layout), taken(tx.init(old))
-    carried = turned.state(state, optim.trainable(RULE, layout).init(computed))
-    np.testing.assert_array_equal(mu(carried)["e"], mu(state)["w"])
-    words = r"like has float32\[3,2\] at 'h', but the plan's model has none there"
-    refused(words, turned.state, state, optim.trainable(RULE, tp.layout(computed)).init(computed))
 
 
 @pytest.mark.parametrize("rule", [SM3, FACTORS], ids=["sm3", "adafactor"])
@@ -328,15 +303,6 @@ def test_arrays_of_other_shapes_dropped_and_cast(rule):
     carried = plan.state(state, _state(rule, new))
     for before, after in zip(*map(jax.tree.leaves, (state.runs, carried.runs)), strict=True):
         np.testing.assert_array_equal(before.astype(after.dtype), after)
-
-
-def test_a_function_that_uses_one_of_its_arrays_for_each():
-    new, both = {"ta": ramp(2), "tb": ramp(2), "c": ramp(3)}, {("a", "b"): ("ta", "tb")}
-    plan = saving.plan(MODEL, new, rename=both, transform={("a", "b"): lambda a, b: (a[::-1], b[np.array([1, 0])])})
-    for state, counts in ((history(optim.trainable, None, "b"), [4, 2]), (history(optim.trainable, "b"), [2, 0])):
-        carried = plan.state(state, _state(model=new))
-        assert counts_of(carried) == counts
-        np.testing.assert_array_equal(carried.runs[0][0].mu["tb"], np.flip(state.runs[0][0].mu["b"]))
 
 
 _BODY, _HEAD = {"w": ramp(2, 2), "b": ramp(2)}, {"w": ramp(2, 2)}
@@ -365,12 +331,6 @@ def test_groups_that_are_new_dropped_merged_wait_or_are_of_another_rule():
     carried = plan.state(state, _of_groups({"body": RULE, "adapter": optax.rmsprop(0.1)}, more))
     assert counts_of(carried) == [2, 0]
     assert_same(_inner(carried)["body"], _inner(state)["body"])
-    # The count of a schedule is the run's, so it may stay behind when a parameter leaves its group.
-    falls, same_rate = (
-        optax.chain(optax.trace(0.9), its) for its in (optax.scale_by_schedule(jnp.cos), optax.scale(1))
-    )
-    left = taken(_of_groups({("body", "head"): falls}, _BEFORE))
-    assert counts_of(same.state(left, fresh(optim.trainable(optim.groups({"body": falls}, same_rate)), _BEFORE))) == [2]
     # Two groups of one rule are one now.
     two = taken(_of_groups({"body": RULE, "head": RULE}, _BEFORE))
     one = same.state(two, _of_groups({"**": RULE}, _BEFORE))
@@ -394,42 +354,30 @@ def test_groups_that_are_new_dropped_merged_wait_or_are_of_another_rule():
 _groups = lambda *paths: optim.groups({paths: RULE}, default=MOMENTUM)
 _turned = lambda at, function: {"transform": {at: function}}
 _MERGED = {"rename": {("a", "b"): "ab"}, "transform": {("a", "b"): JOIN}}
-_AB, _FEWER, _WIDE = {"ab": ramp(4), "c": ramp(3)}, {"a": ramp(2), "z": ramp(3)}, {"w": ramp(2, 4)}
-_SQUARE, _ONE, _LOOSE = {"w": ramp(3, 3)}, [ramp(2, 3)], {"strict": False}
+_AB, _FEWER = {"ab": ramp(4), "c": ramp(3)}, {"a": ramp(2), "z": ramp(3)}
+_SQUARE, _ONE = {"w": ramp(3, 3)}, [ramp(2, 3)]
 _DROPS_B = {"rename": {"c": "z", "b": None}}
 _OTHER_SHAPES = "is made of .* parameters' shapes, and not all alike: .*begin with a fresh state"
 _COMPUTES = r"lambda at .*:\d+, from \['c'\] to \['c'\], changes or repeats them; use the plan"
 _NO_STATE = "expected a state of optim.trainable, .*; got names such as "
-_LONGER = r"expected float32\[2\] at 'a', .* got float32\[3\]"
 _WAITS = r"'b' waits after 2 steps\), .*; freeze or thaw them together first"
 _b_waits = lambda: optim.set_trainable(made(optim.trainable, RULE), history(optim.trainable, None), MODEL, ("a", "c"))
-_by_name = lambda name: optim.groups({"body": RULE, name: SCHEDULE})
-_TAIL, _RENAMED = {"body": _BODY, "tail": _HEAD}, {"rename": {"head.**": "tail.**"}}
 _ELSEWHERE = r"like has float32\[2\] at 'z', but the plan's model has none there.*write like=tx\.init\(model\)"
 # The model before and after, the arguments of the plan, the states before and after or their rules, and the words.
 REFUSED = {
     "another rule": (MODEL, MODEL, {}, MOMENTUM, RULE, "nothing at '0.count', .* another transformation"),
-    "the other way round": (MODEL, MODEL, {}, RULE, MOMENTUM, "nothing at '0.trace.a', .* another"),
     "one that keeps no count": (MODEL, MODEL, {}, RULE, optax.sgd(0.1), r"runs\.0\.0\.\w+.*, .* has no place: it was"),
-    "one that keeps more": (MODEL, MODEL, {}, RULE, optax.amsgrad(0.1), "another transformation"),
     "another group": (MODEL, MODEL, {}, _groups("a"), _groups("a", "b"), "parameter is now in another group"),
-    "a group by name": (_BEFORE, _TAIL, _RENAMED, _by_name("head"), _by_name("tail"), "'tail' keeps no .* was head;"),
     "no state": (MODEL, MODEL, {}, MODEL, RULE, f"{_NO_STATE}a, b, c"),
     "plain Optax": (MODEL, MODEL, {}, RULE.init(MODEL), RULE, rf"{_NO_STATE}0\.count.*optim\.from_optax\(tx, "),
-    "other shapes": (_WIDE, _WIDE, {}, optax.adafactor(0.1), FACTORS, "made by another transformation"),
     "a function that computes": (MODEL, MODEL, _turned("c", lambda c: 2 * c), RULE, RULE, _COMPUTES),
     "factors, transposed": (_SQUARE, _SQUARE, _turned("w", jnp.transpose), FACTORS, FACTORS, _OTHER_SHAPES),
-    "factors, flipped": (_SQUARE, _SQUARE, _turned("w", jnp.flip), FACTORS, FACTORS, _OTHER_SHAPES),
     "factors of a stack": (_ONE, [[ramp(3)] * 2], {"rename": {"0": "0.*"}}, FACTORS, FACTORS, _OTHER_SHAPES),
-    "sm3, transposed": (_ONE, [ramp(3, 2)], _turned("0", jnp.transpose), SM3, SM3, r"\[\(2,\)\] at '0\.mu\.\*\.0', wh"),
     "a memory of fewer": (MODEL, _FEWER, _DROPS_B, LBFGS, LBFGS, "L-BFGS remembers steps of all"),
-    "a memory of more": (MODEL, MODEL | {"d": ramp(1)}, _LOOSE, LBFGS, LBFGS, "L-BFGS remembers steps"),
     "several histories": (MODEL, MODEL, {}, RULE, lambda: history(optim.trainable, None, "a"), "got one with several"),
     "apart": (MODEL, _AB, _MERGED, lambda: history(optim.trainable, "a", ("a", "b")), RULE, "'a' 4 steps, 'b' 2 steps"),
-    "one begins": (MODEL, _AB, _MERGED, lambda: history(optim.trainable, "a"), RULE, "'a' 2 steps, 'b' begins"),
     "like another model": (MODEL, MODEL | {"c": ramp(3)}, {}, RULE, lambda: _state(model={"z": ramp(2)}), _ELSEWHERE),
     "of another model": (MODEL, MODEL, {}, lambda: _state(model={"w": ramp(2)}), RULE, "the plan does not know 'w'"),
-    "of other shapes": (MODEL, MODEL, {}, lambda: _state(model=MODEL | {"a": ramp(3)}), RULE, _LONGER),
     "one waits, without a step in between": (MODEL, _AB, _MERGED, _b_waits, RULE, _WAITS),
 }
 
@@ -445,8 +393,7 @@ def test_refused(old, new, arguments, before, after, words):
 def test_like_is_a_fresh_state_and_states_have_values():
     tx, model, more = made(optim.trainable, RULE), {"a": ramp(2)}, {"a": ramp(2), "b": ramp(2)}
     plan, state = saving.plan(model, model), taken(_state(model=model))
-    for like, got in ((model, "dict"), (None, "NoneType"), (RULE.init(model), "tuple")):
-        refused(f"expected a fresh state of the new model, .*, got {got}", plan.state, state, like, kind=TypeError)
+    refused("expected a fresh state of the new model, .*, got dict", plan.state, state, model, kind=TypeError)
     refused(r"outside of jax\.jit", jax.jit(lambda state: plan.state(state, tx.init(model))), state)
     refused("no values", plan.state, jax.eval_shape(tx.init, model), state)
     loose = saving.plan(model, more, strict=False)

