@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
 
 import treeparams as tp
@@ -30,29 +29,21 @@ def _model():
     return {"mu": ramp(2), "0": [ramp(2, 2), ramp(2, start=1)], "1": ramp(2, start=3)}
 
 
-def listed(*names):
-    """A rule that lists what it keeps for each leaf."""
-
-    def update(grads, state, params=None):
-        leaves, treedef = jax.tree.flatten(grads)
-        add = lambda leaf, old: {name: old[name] + (leaf if name == "sum" else 1) for name in old}
-        kept = list(map(add, leaves, state))
-        return treedef.unflatten([-0.1 * each["sum"] / each.get("steps", 1) for each in kept]), kept
-
-    zeros = lambda leaf: {name: jnp.zeros_like(leaf) if name == "sum" else jnp.zeros(()) for name in names}
-    lists = optax.GradientTransformation(lambda params: list(map(zeros, jax.tree.leaves(params))), update)
-    return optax.chain(optax.trace(0.9), lists)
+def _listed(grads, state, params=None):
+    leaves, treedef = jax.tree.flatten(grads)
+    kept = [{"sum": old["sum"] + leaf, "steps": old["steps"] + 1} for leaf, old in zip(leaves, state, strict=True)]
+    return treedef.unflatten([-0.1 * each["sum"] / each["steps"] for each in kept]), kept
 
 
-LISTED, COUNTED = listed("sum"), listed("sum", "steps")
+# It lists what it keeps for each leaf.
+_begun = lambda params: [{"sum": jnp.zeros_like(leaf), "steps": jnp.zeros(())} for leaf in jax.tree.leaves(params)]
+COUNTED = optax.chain(optax.trace(0.9), optax.GradientTransformation(_begun, _listed))
 TWO_STEPS = optax.MultiSteps(MOMENTUM, 2).gradient_transformation()
 EACH = {  # the form and the rule, and the rules of `mu` and of the others, whose counts are all those of parameters
     "vector": (VECTOR, DECAYED, DECAYED, DECAYED),
     "MultiSteps": (optim.trainable, TWO_STEPS, TWO_STEPS, TWO_STEPS),
     "a list": (optim.trainable, COUNTED, COUNTED, COUNTED),
-    "a list of stacks": (STACKS, LISTED, LISTED, LISTED),
     "stacks": (STACKS, INJECTED, INJECTED, INJECTED),
-    "groups": (optim.trainable, optim.groups({"mu": DECAYED}, default=INJECTED), DECAYED, INJECTED),
     "rows": (STACKS, optim.groups({"mu": optim.per_leaf(DECAYED)}, default=INJECTED), DECAYED, INJECTED),
     "momentum": (optim.trainable, MOMENTUM, MOMENTUM, MOMENTUM),
     "rows of momentum": (STACKS, optim.per_leaf(FALLING), FALLING, FALLING),
@@ -100,7 +91,7 @@ def test_what_freezes_thaws_and_begins_anew_is_each_leafs_own_run(name):
 
 
 @forms
-def test_leaves_with_one_history_share_one_run_and_all_may_freeze(form, tmp_path):
+def test_leaves_with_one_history_share_one_run_and_all_may_freeze(form):
     model, tx = {name: jnp.ones(2) for name in "abcd"}, made(form, MOMENTUM, ("a", "b"))
     step = jax.jit(tx.update, donate_argnums=1)  # what a change returns may be donated
     _, state = step(model, tx.init(model), model)
@@ -113,13 +104,7 @@ def test_leaves_with_one_history_share_one_run_and_all_may_freeze(form, tmp_path
     same, none = optim.step(tx, ones(model), none, model)
     assert_same(same, model)
     assert_same(optim.set_trainable(tx, none, model, "**"), state)
-    kept = pickle.dumps(jax.eval_shape(lambda: state))
     assert_same(pickle.loads(pickle.dumps(state)), state, identity=False)
-    if form is STACKS:
-        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "state", state)
-            checkpointer.wait_until_finished()
-            assert_same(checkpointer.restore(tmp_path / "state", pickle.loads(kept)), state, identity=False)
 
 
 @pytest.mark.parametrize("choice", ["low", "single"])
@@ -172,13 +157,12 @@ def test_costs_what_optax_costs_by_hand_and_for_what_is_frozen_neither_a_backwar
     model, rule, x = filled(eqx.nn.MLP, 16, 16, 32, 2), optax.adamw(0.1), np.ones((8, 16), np.float32)
     (params, rest), last = tp.partition(model), tp.layout(model, "layers.2")
     loss = lambda model: jnp.mean(jax.vmap(model)(x) ** 2)
-    of_params = jax.grad(lambda params: loss(tp.combine(params, rest)))  # of all: XLA drops what nobody needs
+    of_params = jax.grad(lambda params: loss(tp.combine(params, rest)))
 
-    def cost_of(tx, state, grad=None):
+    def cost_of(tx, state):
         def step(params, state):
             model = tp.combine(params, rest)
-            grads = of_params(params) if grad else tp.grad(loss, state.layout)(model)
-            model, state = optim.step(tx, grads, state, model)
+            model, state = optim.step(tx, tp.grad(loss, state.layout)(model), state, model)
             return tp.partition(model, rest.layout)[0], state
 
         return zoo.cost(step, params, state)
@@ -189,16 +173,13 @@ def test_costs_what_optax_costs_by_hand_and_for_what_is_frozen_neither_a_backwar
 
     tx = optim.trainable(rule)
     whole, want = cost_of(tx, tx.init(model)), zoo.cost(by_hand, params, rule.init(params))
-    for each in ("flops", "bytes accessed"):
-        assert whole[each] <= 1.005 * want[each]
+    assert all(whole[each] <= 1.005 * want[each] for each in ("flops", "bytes accessed"))
     frozen = optim.set_trainable(tx, tx.init(model), model, last)
     from_start = optim.trainable(rule, last).init(model)
     two = optim.set_trainable(tx, dataclasses.replace(from_start, counts=(jnp.array(2, jnp.int32),)), model)
     assert len(two.runs) == 2
     assert cost_of(tx, two)["flops"] < 1.01 * whole["flops"]  # two histories as much as one
     assert cost_of(tx, frozen)["flops"] == cost_of(tx, from_start)["flops"] < 0.5 * whole["flops"]
-    clipped = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(0.1)), last)
-    assert cost_of(clipped, clipped.init(model), of_params)["flops"] < 0.5 * whole["flops"]
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
     assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(model))) + 8  # the counts of a second history
 
@@ -329,7 +310,6 @@ def test_a_history_without_gradients_is_warned_of_once(form):
 LATE = {  # what couples leaves after the count of each has been used
     "a clip": ("tree", optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))),
     "within MultiSteps": ("stacks", optax.MultiSteps(optax.chain(optax.adam(0.1), optim.clip_by_global_norm(1.0)), 2)),
-    "of gradients that are divided by a count": ("tree", optax.MultiSteps(optax.clip_by_global_norm(1.0), 2)),
     "an estimate": ("vector", optax.contrib.prodigy(0.1)),
     "a search": ("tree", optax.chain(optax.adam(1.0), optax.scale_by_backtracking_linesearch(3))),
 }
@@ -374,13 +354,12 @@ def test_what_couples_them_before_sees_all(name, form):
 
 def test_a_clip_of_momentum_without_counts_sees_that_of_all():
     model, grads = {"a": jnp.zeros(1), "b": jnp.zeros(1)}, {"a": jnp.array([2.0]), "b": jnp.array([4.0])}
-    for form in (optim.trainable, VECTOR):
-        tx = form(optax.chain(optax.trace(0.5), optim.clip_by_global_norm(1.0)), "a")
-        _, state = tx.update({"a": grads["a"]}, tx.init(model), model)
-        updates, after = tx.update(grads, optim.set_trainable(tx, state, model), model)
-        assert [(float(run[1].norm), int(run[1].clipped)) for run in after.runs] == [(5.0, 2)] * 2
-        assert (float(after.clip.norm), int(after.clip.clipped)) == (5.0, 2)
-        assert_close(updates, {"a": jnp.array([0.6]), "b": jnp.array([0.8])}, 1e-6)
+    tx = VECTOR(optax.chain(optax.trace(0.5), optim.clip_by_global_norm(1.0)), "a")
+    _, state = tx.update({"a": grads["a"]}, tx.init(model), model)
+    updates, after = tx.update(grads, optim.set_trainable(tx, state, model), model)
+    assert [(float(run[1].norm), int(run[1].clipped)) for run in after.runs] == [(5.0, 2)] * 2
+    assert (float(after.clip.norm), int(after.clip.clipped)) == (5.0, 2)
+    assert_close(updates, {"a": jnp.array([0.6]), "b": jnp.array([0.8])}, 1e-6)
 
 
 @forms
