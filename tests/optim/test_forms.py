@@ -122,17 +122,12 @@ def test_a_rule_is_tried_once_for_each_model():
     assert [bool(new) for new in np.diff(tried)] == [True, False, False] * 5
 
 
-def test_groups_over_stacks_are_one_division():
+def test_groups_within_or_beside_groups_would_divide_stacks_twice_and_are_refused():
     one = optax.sgd(0.1)
     two = optax.chain(optim.groups({"layers": one}, one), optim.groups({"embed": one}, one))
     for rules in (two, optim.groups({"layers": optim.groups({"**": one})}, one)):
         with pytest.raises(ValueError, match=r"stacks for one optim\.groups, but there are"):
             optim.trainable(rules, form="stacks").init(_model())
-    tall = lambda model: [layer.w for layer in model["layers"] if layer.w.shape[0] > 2]
-    tx = optim.trainable(optim.groups({"embed": one, tall: one}, one), LAYOUT, form="stacks")
-    report = optim.report(tx, _model(), tx.init(_model()))
-    assert {path for path, name in report.groups.items() if "lambda" in name} == {f"layers.{i}.w" for i in range(2)}
-    assert report.groups["embed"] == "embed"
 
 
 def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
@@ -275,10 +270,9 @@ def test_what_holds_state_must_be_kept_by_row_for_rows_to_wait(name):
 
 
 def test_state_that_is_kept_by_row_waits_wherever_it_stands():
-    # Beside `optim.per_leaf`; in it, where a norm comes after it; the boundary may be in a wrapper of Optax.
+    # Beside `optim.per_leaf`; in it, where a norm comes after it.
     net, grads = _net(), tp.partition(_net())[0]
     tx = optim.trainable(optax.chain(optax.trace(0.9), rows(optax.trace(0.5)), clip(1.0)), form="stacks")
-    around = optax.MultiSteps(optim.trainable(optax.sgd(1.0), form="stacks"), 1)
     flags = ({"layers.0": False}, {"layers": True})
     _, state = jax.jit(tx.update)(grads, tx.init(net), net)
     (updates, after), (_, both) = jax.jit(lambda: [tx.update(grads, state, net, active=each) for each in flags])()
@@ -288,22 +282,10 @@ def test_state_that_is_kept_by_row_waits_wherever_it_stands():
         assert_same(*([np.asarray(leaf)[row] for leaf in jax.tree.leaves((t[key], s[key]))] for t, s in pairs))
     assert "layers.0.w" not in _moved(updates)
     np.testing.assert_allclose(tp.global_norm(updates), 1.0, 1e-5)  # of those that move alone
-    stepped, _ = optim.step(around, grads, around.init(grads), grads, active={"out": False})
-    assert_same(stepped, jax.tree.map(jnp.zeros_like, grads) | {"out": grads["out"]})
 
 
-def test_more_layers_take_no_more_masks_and_a_first_step_that_waits_is_not_warned_of():
-    tx = optim.trainable(rows(optax.sgd(0.1, momentum=0.9)), form="stacks")
-
-    def masks(layers):
-        net = {"layers": [{"w": ramp(2, 2), "b": ramp(2)} for _ in range(layers)]}
-        active = lambda flags: {f"layers.{i}": flags[i] for i in range(layers)}
-        one = lambda net, state, flags: tx.update(tp.copy(net), state, net, active=active(flags))
-        text = jax.jit(one).lower(net, jax.eval_shape(tx.init, net), np.ones(layers, bool)).as_text()
-        return text.count("stablehlo.select") + text.count("call @_where")
-
-    assert masks(9) == masks(3) > 0
-    model = {"a": ramp(2)}
+def test_a_first_step_that_waits_is_not_warned_of():
+    model, tx = {"a": ramp(2)}, STACKS(rows(optax.sgd(0.1, momentum=0.9)))
     state = tx.init(model)
     for flag in (False, jnp.array(False)):
         assert_same(tx.update(tp.copy(model), state, model, active={"**": flag})[1], state)

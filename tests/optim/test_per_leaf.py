@@ -28,11 +28,6 @@ def _stacks(*without):
     return {key: array for key, array in arrays.items() if key not in without}
 
 
-def _leaves(stacks):
-    return {key: list(stack) for key, stack in stacks.items()}
-
-
-_mask = {key: len(shape) > 2 for key, shape in SHAPES.items()}
 OF_ROWS, UNKNOWN = optim.per_leaf(optax.sgd(0.1, momentum=0.9)), {"a": np.ones(2, np.float32)}
 WHOLE = "at_once must be a whole .*, at least 1, got"
 at_once = lambda n: (lambda: optim.per_leaf(optax.sgd(0.1), at_once=n), ValueError, WHOLE)
@@ -40,7 +35,7 @@ REFUSED = [  # call, kind of error, words; of a rule what its `init` says over r
     *map(at_once, (0, 1.5)),
     (lambda: optax.chain(optim.trainable(optax.sgd(0.1))), ValueError, "use one transformation"),
     (lambda: optim.groups({"**": optax.sgd(0.1)}), ValueError, r"groups selects by path.*optim.groups\({'layers.0'"),
-    (lambda: optax.adamw(0.1, mask=_mask), ValueError, r"init fails there \(.*mask=lambda params: jax.tree.map\("),
+    (lambda: optax.adamw(0.1, mask={"float32[5]": True}), ValueError, r"init fails there \(.*mask=lambda params: jax.tree.map\("),
     (lambda: OF_ROWS.update(_stacks(), (), _stacks()), TypeError, "state that init or the last.* returned, got tuple"),
     (lambda: OF_ROWS.update(UNKNOWN, OF_ROWS.init(_stacks())), ValueError, "Dict key mismatch"),
     (lambda: OF_ROWS.init({"b": ramp()}), ValueError, r"leading axis for rows, as of tp.stack, and got float32\[\]"),
@@ -105,7 +100,7 @@ def test_rows_in_turns_and_what_a_stack_costs():
         assert_close(got, want, 1e-6)
     stack = {"float32[16,16]": ramp(20, 16, 16)}
     count = lambda tx, params: jax.jit(tx.update).lower(params, tx.init(params), params).cost_analysis()["flops"]
-    assert 1e5 < count(optim.per_leaf(muon), stack) <= 1.01 * count(muon, _leaves(stack))
+    assert 1e5 < count(optim.per_leaf(muon), stack) <= 1.01 * count(muon, list(stack["float32[16,16]"]))
 
 
 def test_what_has_no_gradient_waits():
@@ -150,17 +145,12 @@ def test_a_hyperparameter_inside_is_one_for_all_rows_and_for_those_that_begin():
     _, begun = update(model, adjust(tx.init(model), 0.25), model)
     state = optim.set_trainable(tx, begun, model, "**")
     assert len(state.runs) == 2
-    updates, after = update(model, state, model, active={"b": jnp.array(False)})  # waits, by its row
+    updates, _ = update(model, state, model, active={"b": jnp.array(False)})  # waits, by its row
     # The first step of Adam is as long as the rate, whatever the gradient.
     np.testing.assert_allclose(np.concatenate([*updates["c"], updates["b"]]), [-0.75] * 8 + [0] * 3, 1e-6)
     found = {k: v[0].hyperparams for run in state.runs for k, v in run.states.items()}
     assert_same(found["float32[3]"]["b2"], np.full(1, 0.999, np.float32))  # as made, and not as of bfloat16, 1
-    anew = optim.set_trainable(tx, optim.adjust(after, step_size=2.0), model, reset="c")
-    sizes = [v[1].hyperparams["step_size"] for run in anew.runs for v in run.states.values()]
-    np.testing.assert_array_equal(np.concatenate(sizes), [2.0] * 7)
     assert_same(optim.set_trainable(tx, state, model, ("a", "low"), reset=True), tx.init(model))  # all begins anew
-    with pytest.raises(ValueError, match=r"expected learning_rate of shape \(\), got shape \(4,\)"):
-        optim.adjust(after, learning_rate=np.ones(4))
 
 
 # -- Whether a rule couples leaves: found in its programs, wherever they hide it ---------------------------------------
@@ -174,7 +164,6 @@ COUPLED = {
     "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), rf"ApplyIfFiniteState\.\w+ {STATE}"),
     "prodigy": (optax.contrib.prodigy, rf"{UPDATE}, and ProdigyState\.exp_avg\[0\] {STATE}"),
     "lbfgs": (optax.lbfgs, rf"{UPDATE}, and state\[0\]\.weights_memory {STATE}"),
-    "of matrices alone": (lambda: optax.masked(optax.clip_by_global_norm(1.0), by_rank), UPDATE),
     "steps that are skipped": (lambda: _skips(optax.sgd(0.1), 2), rf"MultiStepsState\.mini_step {STATE}"),
     "add_noise": (lambda: optax.add_noise(0.1, 0.1, jax.random.key(0)), "it draws random numbers, which would be the"),
 }
@@ -251,7 +240,6 @@ RIGHT = ELEMENT_WISE | {
     "ema": optax.chain(optax.ema(0.9), optax.zero_nans(), optax.normalize_by_update_norm()),
     "a line search": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
     "mechanize": contrib.mechanize(optax.adam(0.1)),
-    "a mask of all": optax.masked(optax.adam(0.1), lambda tree: jax.tree.map(lambda _: True, tree)),
     "the largest": _of_leaves(lambda leaf, leaves: leaf / jax.tree.reduce(jnp.maximum, [jnp.max(x) for x in leaves])),
     "finite": _of_leaves(lambda leaf, leaves: leaf * jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))),
     "scaled before they are added": _of_leaves(lambda x, leaves: x * sum(-3 * jnp.vdot(y, y) / 2 for y in leaves)),
@@ -274,9 +262,7 @@ def test_takes_what_treats_elements_alike(name, is_wide):
 WRONG = {
     "injected lamb at rest": optax.inject_hyperparams(optax.lamb)(0.0),
     "later": optax.transforms.conditionally_transform(optax.scale_by_trust_ratio(), **late),
-    "novograd at rest": optax.novograd(0.0),
     "centralize at rest": optax.chain(optax.centralize(), optax.scale(0.0)),
-    "adaptive_grad_clip": optax.adaptive_grad_clip(1e9),
     "a mask by rank": optax.adamw(0.1, mask=by_rank),
     "muon": contrib.muon(0.1),
     "adafactor": optax.adafactor(0.1, 2, multiply_by_parameter_scale=False, clipping_threshold=None),
@@ -301,10 +287,6 @@ def test_refuses_what_looks_at_leaves_whatever_the_numbers(name):
         form(WRONG[name]).init(MODEL)
     instead = 'use form="stacks" with' if form is VECTOR else "optim.per_leaf: optax.chain(optim.clip_by_global_norm("
     assert instead in str(caught.value)
-    if name == "muon":  # of stacks alone, and in a trace
-        for model in (MODEL["bias"], [MODEL["bias"], MODEL["c"]]):
-            with pytest.raises(ValueError, match=LOOKS):
-                jax.eval_shape(form(WRONG[name]).init, model)
 
 
 @joined
@@ -326,18 +308,14 @@ def test_norms_of_leaves_are_refused_under_a_traced_rate_and_what_is_right_is_no
         tx = form(make(rate))
         return optim.step(tx, tp.copy(MODEL), tx.init(MODEL), MODEL)[0]["c"]
 
-    momentum = functools.partial(after, functools.partial(optax.sgd, momentum=0.9))
     for transform, rate in ((jax.vmap, np.ones(3, np.float32)), (jax.jit, np.float32(1))):
         with pytest.raises(ValueError, match=LOOKS):
             transform(functools.partial(after, optax.lamb))(rate)
-    rates = np.float32([0.5, 0.25])
-    found, slope = jax.jit(lambda rates: (jax.vmap(momentum)(rates), jax.grad(momentum)(rates[0])))(rates)
-    np.testing.assert_allclose([*found, slope], [*(1 - rates), -1.0])
+    np.testing.assert_allclose(jax.jit(functools.partial(after, optax.sgd))(np.float32(0.25)), 0.75)
 
 
 _is_bias = lambda path: "bias" in jax.tree_util.keystr(path)
 _twice = lambda grads: jax.tree.map_with_path(lambda path, leaf: 2 * leaf if _is_bias(path) else leaf, grads)
-_alone = lambda grads: jax.tree.map(lambda leaf: leaf if leaf is jax.tree.leaves(grads)[0] else 0 * leaf, grads)
 _biases = lambda tree: jax.tree.map_with_path(lambda path, _: _is_bias(path), tree)
 MASKED = optax.masked(optax.sgd(0.1), _biases)
 OTHERS = {"a": jnp.ones((3, 4)), "c": [jnp.ones(4), jnp.ones(4)]}
@@ -345,7 +323,6 @@ MANY = {"layers": [{"w": np.ones(2, np.float32), "bias": np.ones(2, np.float32)}
 BY_NAME = {  # the form, the rule, and models
     "labels": (STACKS, optax.partition({True: optax.sgd(0.1), False: optax.adam(0.1)}, _biases), [MODEL]),
     "groups": (VECTOR, optim.groups({"bias": optax.sgd(0.1)}, default=optax.adam(0.1)), [MODEL]),
-    "the first": (STACKS, optax.stateless(lambda grads, params: _alone(grads)), [MODEL]),
     "update": (VECTOR, optax.stateless(lambda grads, params: _twice(grads)), [MODEL, MANY]),  # two names of one
     "a mask": (STACKS, MASKED, [MODEL, OTHERS | {"bias": [jnp.ones(4), jnp.ones(4)]}]),
 }

@@ -145,12 +145,6 @@ def test_histories_are_one_where_counts_and_all_else_that_is_shared_are_equal():
             _, state = one.update({choice: model[choice] * rate}, state, model)
         state = optim.set_trainable(one, state, model)
         assert ([int(count) for count in state.counts], len(state.runs)) == ([2], 1)
-    falls = optim.trainable(FALLING)
-    _, state = falls.update(tp.copy(model), falls.init(model), model)
-    for choice, rate in (("a", 0.08), (None, 0.07)):  # b waits, then has no gradient: it follows the run
-        _, state = falls.update({"a": model["a"]}, optim.set_trainable(falls, state, model, choice), model)
-        both = state if choice is None else optim.set_trainable(falls, state, model)
-        np.testing.assert_allclose(falls.update(tp.copy(model), both, model)[0]["b"], -1.5 * rate, 1e-5)
 
 
 def test_costs_what_optax_costs_by_hand_and_for_what_is_frozen_neither_a_backward_pass_nor_work_nor_memory():
@@ -230,8 +224,6 @@ def test_ties_are_those_of_the_state():
     match = r"same models and ties, such as state.layout.freeze.*; they differ:\n(.*\n)*'a' is tied to"
     with pytest.raises(ValueError, match=match):
         optim.set_trainable(tx, state, parted, tp.layout(parted, "c"))
-    with pytest.raises(ValueError, match="'a' is trained and 'b' is frozen, but they are one array"):
-        optim.set_trainable(tx, state, model, "a")
 
 
 def test_thawing_what_a_class_declares_frozen():
@@ -290,10 +282,8 @@ def test_what_begins_late_takes_the_rate_of_the_run_and_its_own_corrections(name
     assert_close(step(grads, optim.set_trainable(tx, late, model))[0], updates, 1e-6)
 
 
-@pytest.mark.parametrize("form", [optim.trainable, VECTOR])
-def test_a_history_without_gradients_is_warned_of_once(form):
-    model = pair()
-    tx = form(optax.sgd(0.1), "a")
+def test_a_history_without_gradients_is_warned_of_once():
+    model, tx = pair(), VECTOR(optax.sgd(0.1), "a")
     state = tx.init(model)
     known = state.layout  # closed over by a step that does not ask the state
     _, state = tx.update(tp.copy(model), state, model)
