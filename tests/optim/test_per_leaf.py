@@ -150,7 +150,6 @@ def test_a_hyperparameter_inside_is_one_for_all_rows_and_for_those_that_begin():
     np.testing.assert_allclose(np.concatenate([*updates["c"], updates["b"]]), [-0.75] * 8 + [0] * 3, 1e-6)
     found = {k: v[0].hyperparams for run in state.runs for k, v in run.states.items()}
     assert_same(found["float32[3]"]["b2"], np.full(1, 0.999, np.float32))  # as made, and not as of bfloat16, 1
-    assert_same(optim.set_trainable(tx, state, model, ("a", "low"), reset=True), tx.init(model))  # all begins anew
 
 
 # -- Whether a rule couples leaves: found in its programs, wherever they hide it ---------------------------------------
