@@ -442,8 +442,9 @@ def test_updates_have_the_structure_and_dtypes_of_the_model_and_change_no_bit_of
     assert optim.step(tx, {"w": ramp(2, 3)}, state, before)[0]["frozen"][0] is before["frozen"][0]
 
 
-def test_what_nothing_can_be_added_to_has_no_zero():
+@forms
+def test_what_nothing_can_be_added_to_has_no_zero(form):
     model = {"w": ramp(2), "key": jax.random.key(0), "f": jnp.tanh, "text": "relu", "n": 2}
-    tx = optim.trainable(MOMENTUM, "w", missing="zeros")
+    tx = form(MOMENTUM, "w", missing="zeros")
     updates, _ = tx.update({"w": ramp(2)}, tx.init(model), model)
     assert {path: updates[path] for path in model.keys() - {"w"}} == {"key": None, "f": None, "text": None, "n": 0}
