@@ -15,7 +15,7 @@ import treeparams as tp
 from treeparams import optim
 
 from ..zoo import STACKS, VECTOR, ZOO, Norm, assert_close, assert_same, filled, first_devices, ramp
-from .shared import FORMS, forms
+from .shared import Tied, forms
 
 sgd = optax.inject_hyperparams(optax.sgd)
 two_forms = pytest.mark.parametrize("form", [optim.trainable, STACKS])
@@ -95,7 +95,7 @@ def test_a_tie_goes_where_its_own_path_goes(form):
 
 
 @two_forms
-@pytest.mark.parametrize("where", ["body", tp.leaves(lambda path, leaf: path == "body"), lambda m: m["body"]])
+@pytest.mark.parametrize("where", ["body", lambda m: m["body"]])
 def test_a_group_of_frozen_leaves_is_empty_until_they_thaw(where, form):
     model = {"embed": ramp(2), "body": ramp(2)}
     tx = groups({where: optax.sgd(0.5)}, optax.sgd(1.0), "embed", form)
@@ -112,8 +112,6 @@ def test_report(without_type_checks):
     assert report.groups == {"a": "a", "b.v": "b / b.v", "b.w": "b / **"}
     rows = ["path    shape  dtype     group", "b.v     2      float32   b / b.v", "frozen  3,4    bfloat16  frozen"]
     assert str(report).splitlines()[::2] == rows
-    flat = optim.trainable(sgd(0.1), form="vector")
-    assert str(optim.report(flat, {"a": jnp.ones(2)})).splitlines()[1:] == ["a     2      float32  trained"]
 
 
 def test_over_stacks_by_the_names_of_their_groups():
@@ -124,19 +122,18 @@ def test_over_stacks_by_the_names_of_their_groups():
     rules = {"embed": of["embed"], "matrices": optim.per_leaf(of["matrices"])}
     misnamed = optim.groups({"embed": rules["embed"], "matrix": rules["matrices"]}, default=of["rest"])
     plain = optim.groups({wheres[name]: rule for name, rule in of.items()})
-    with pytest.raises(ValueError, match="groups embed, matrix, default, got 'embed', 'matrices', 'rest'; write"):
-        misnamed.init(stacks)
-    with_default, tx = optim.groups(rules, default=of["rest"]), optim.groups(rules | {"rest": of["rest"]})
+    for wrong in (misnamed, optim.groups(rules)):
+        with pytest.raises(ValueError, match=r"groups embed, matri.*, got 'embed', 'matrices', 'rest'; write"):
+            wrong.init(stacks)
+    tx = optim.groups(rules, default=of["rest"])
     steps = lambda tx, at: tx.update(at, tx.update(at, tx.init(at), at)[1], at)[0]
-    of_default, updates, want = jax.jit(lambda: (steps(with_default, stacks), steps(tx, stacks), steps(plain, model)))()
-    assert_same(of_default, updates)
+    updates, want = jax.jit(lambda: (steps(tx, stacks), steps(plain, model)))()
     assert_close(restructure(updates), want, 1e-6)
     state = tx.init(stacks)
     assert_same(pickle.loads(pickle.dumps(state)), state)
-    for wrong, given in ((tp.stack(model)[0], "none"), (tp.stack(model, groups={"all": "**"})[0], "'all'")):
-        match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*\(\.\.\.\), form='stacks'\)"
-        with pytest.raises(ValueError, match=match):
-            tx.init(wrong)
+    match = r"embed, matrices, .*, got none; write tp.stack\(model, groups=.*\(\.\.\.\), form='stacks'\)"
+    with pytest.raises(ValueError, match=match):
+        tx.init(tp.stack(model)[0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -160,8 +157,6 @@ def test_adjust_one_group_and_all_what_is_held_and_nested_and_no_parameter_of_th
     state = optim.adjust(optim.adjust(state, learning_rate=3.0), momentum=0.5)  # only one of them knows it
     _, state = tx.update(jax.tree.map(np.ones_like, tp.partition(model)[0]), state, model)
     assert rates(tx, model, state) == {"a": 3.0, "b.w": 4.5, "b.v": 4.5}
-    whole = form(sgd(1))  # whose rate is an integer
-    assert rates(whole, model, optim.adjust(whole.init(model), learning_rate=2))["a"] == 2.0
     model = {"hyperparams": {"learning_rate": jnp.ones(2)}, "w": jnp.ones(2)}
     outer = optax.inject_hyperparams(lambda scale: optax.chain(sgd(0.1, momentum=0.5), optax.scale(scale)))
     tx = form(outer(1.0), "w")
@@ -179,7 +174,7 @@ def clipped(grads, max_norm=1.0, state=None):
     return tx.update(grads, tx.init(grads) if state is None else state)
 
 
-def test_clips_any_mix_of_dtypes_at_any_traced_limit_and_again_and_again():
+def test_clips_any_mix_of_dtypes_at_any_traced_limit():
     squares = lambda leaf: np.sum(np.abs(np.asarray(leaf).astype(np.complex128)) ** 2)
     norm_of = lambda tree: np.sqrt(sum(map(squares, jax.tree.leaves(tree))))
     names = ("complex", "bf16 with f32", "same array twice", "empty leaves")
@@ -196,34 +191,23 @@ def test_clips_any_mix_of_dtypes_at_any_traced_limit_and_again_and_again():
             else:
                 np.testing.assert_allclose(norm_of(below), limit, rtol=0.1 if "w" in tree else 1e-2)
     assert_same(clipped(trees[0], 1e39)[0], trees[0])
-
-    @jax.jit
-    def again_and_again(once):
-        slope = jax.grad(lambda x: clipped({"a": x}, np.inf)[0]["a"].sum())
-        once, state = clipped(once, 0.7)
-        after = jax.lax.scan(lambda grads, _: (clipped(grads, 0.7, state)[0], None), once, length=10_000)[0]
-        return slope(jnp.zeros(2)), after, once
-
-    slope, *clips = again_and_again({"a": np.arange(1, 9, dtype="f4"), "b": np.full((3, 3), -0.1, "f4")})
-    np.testing.assert_array_equal(slope, 1.0)
-    assert_close(*clips, 1e-6)
+    np.testing.assert_array_equal(jax.grad(lambda x: clipped({"a": x}, np.inf)[0]["a"].sum())(jnp.zeros(2)), 1.0)
 
 
-@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["outside", "jit"])
-def test_a_limit_that_comes_as_an_array_may_reach_zero_and_be_adjusted(compiled):
+def test_a_limit_that_comes_as_an_array_may_reach_zero_and_be_adjusted():
     falling, make = optax.linear_schedule(1.0, 0.0, 2), optax.inject_hyperparams(optim.clip_by_global_norm)
-    grads, update = {"w": jnp.array([3.0, 4.0]), "none": jnp.zeros(1)}, compiled(make(max_norm=falling).update)
+    grads, update = {"w": jnp.array([3.0, 4.0]), "none": jnp.zeros(1)}, jax.jit(make(max_norm=falling).update)
     state, fixed = make(max_norm=falling).init(grads), make(max_norm=1.0)
     for limit in (1.0, 0.5, 0.0, 0.0):
         below, state = update(grads, state)
         np.testing.assert_allclose(below["w"], limit * np.array([0.6, 0.8]), 1e-6)
-    update, begun = compiled(fixed.update), fixed.init(grads)
+    update, begun = jax.jit(fixed.update), fixed.init(grads)
     for limit, scale in ((1.0, 0.2), (100.0, 1), (np.inf, 1), (0.0, 0), (-1.0, 0)):
         below, _ = update(grads, optim.adjust(begun, max_norm=limit))
         np.testing.assert_allclose(below["w"], scale * np.array([3.0, 4.0]), 1e-6)
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("bad", [-np.inf, np.nan])
 def test_what_is_not_finite_is_seen(bad):
     fine = {"a": jnp.ones(2), "b": jnp.ones(1)}
     below, state = clipped(fine | {"a": jnp.array([1.0, bad])})
@@ -235,30 +219,15 @@ def test_what_is_not_finite_is_seen(bad):
     assert float(tp.global_norm(below)) == pytest.approx(1.0)
 
 
-def test_within_only_what_trains_counts_and_before_the_model_all_that_is_given():
+def test_before_the_model_all_that_is_given_counts():
     model, grads = Norm(jnp.ones(1), jnp.ones(1)), Norm(jnp.full(1, 3.0), jnp.full(1, 100.0))
-    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
-    updates, _ = tx.update(grads, tx.init(model), model)
-    np.testing.assert_allclose(updates.scale, -1.0, rtol=1e-6)
-    assert updates.mean is None
     before = optax.chain(optim.clip_by_global_norm(1.0), optim.trainable(optax.sgd(1.0)))
     updates, state = before.update(grads, before.init(model), model)
     np.testing.assert_allclose([updates.scale[0], state[0].norm], [-3 / np.sqrt(10009), np.sqrt(10009)], rtol=1e-6)
 
 
-def test_apply_if_finite_holds_all_other_state():
-    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    tx = optim.trainable(optax.apply_if_finite(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1)), 5))
-    update = jax.jit(tx.update)
-    _, state = update(model, tx.init(model), model)
-    updates, after = update(model | {"a": np.array([np.inf, 1.0], "f4")}, state, model)
-    np.testing.assert_array_equal(updates["a"], 0)
-    assert_same(after.runs[0].inner_state, state.runs[0].inner_state)
-
-
-@pytest.mark.parametrize("spread", [1.0, 1e25])
-def test_across_devices(spread):
-    mesh = Mesh(np.array(first_devices(4)), ("data",))
+def test_across_devices():
+    mesh, spread = Mesh(np.array(first_devices(4)), ("data",)), 1e25  # whose square is infinite
     grads = {"w": jnp.arange(1.0, 9.0) * spread}
     tx = optim.clip_by_global_norm(1.0, axis_name="data")
 
@@ -272,26 +241,16 @@ def test_across_devices(spread):
     np.testing.assert_allclose(below["w"], np.arange(1.0, 9.0) / np.sqrt(204.0), rtol=1e-6)
 
 
-class Language(eqx.Module):
-    """A tie with a transform, a tie by identity beside it, equal layers, a scalar and what is frozen."""
-
-    embed: jax.Array
-    layers: list[dict[str, jax.Array]]
-    head: jax.Array = tp.field(tied_to="embed", transform=jnp.transpose)
-    scale: jax.Array
-    mean: jax.Array = tp.field(trainable=False)
-
-
-FACTORS = {"head": 0.5, "layers.0": 0.25, "layers.1.w": jnp.float32(4), "mean": 3.0, "scale": np.float64(2)}
+FACTORS = {"head": 0.5, "other.layers.0": 0.25, "other.layers.1.w": jnp.float32(4), "other.scale": np.float64(2)}
 # The tie goes by its source.
-OF_PATHS = {"embed": 0.5, "layers.0.w": 0.25, "layers.0.b": 0.25, "layers.1.w": 4, "scale": 2}
+OF_PATHS = {"embed": 0.5, "other.layers.0.w": 0.25, "other.layers.0.b": 0.25, "other.layers.1.w": 4, "other.scale": 2}
 DECAYED = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1, momentum=0.9))
 decayed = jax.jit(DECAYED.update)
 OF_ALL, OF_ROWS = (optax.chain(rule, optim.scaled(FACTORS)) for rule in (DECAYED, optim.per_leaf(DECAYED)))
 RATED = optax.inject_hyperparams(lambda half: optax.chain(DECAYED, optim.scaled(FACTORS | {"head": half})))
 SCALED = {
-    "in groups": optim.trainable(optim.groups({"layers": OF_ALL}, default=optax.MultiSteps(OF_ALL, 1))),
-    "stacks in groups": STACKS(optim.groups({"layers": OF_ROWS}, default=OF_ALL)),
+    "in groups": optim.trainable(optim.groups({"other.layers": OF_ALL}, default=optax.MultiSteps(OF_ALL, 1))),
+    "stacks in groups": STACKS(optim.groups({"other.layers": OF_ROWS}, default=OF_ALL)),
     "a hyperparameter": optim.trainable(RATED(0.5)),
     "a vector": VECTOR(OF_ALL),
 }
@@ -300,15 +259,15 @@ SCALED = {
 @pytest.mark.parametrize("way", SCALED)
 def test_each_step_is_that_of_the_rule_times_the_factor(way):
     layers = [{"w": ramp(2, 2, start=i), "b": ramp(2, start=i)} for i in range(3)]
-    model, tx = Language(ramp(2, 2), layers, ramp(2, 2).T, jnp.ones(()), jnp.ones(2)), SCALED[way]
+    model, tx = Tied(ramp(2, 2), ramp(2, 2).T, {"layers": layers, "scale": jnp.ones(())}), SCALED[way]
     state = tx.init(model)
     want = {path: (np.asarray(leaf), DECAYED.init(leaf)) for path, leaf in tp.trainables(model).items()}
     for time in range(3):  # in the second step the first layer has no gradient, which in a vector counts as zero
         grads = jax.tree.map(lambda leaf: np.sin(np.asarray(leaf)), tp.partition(model)[0])
-        grads = eqx.tree_at(lambda m: m.layers[0], grads, {"w": None, "b": None}) if time == 1 else grads
+        grads = eqx.tree_at(lambda m: m.other["layers"][0], grads, {"w": None, "b": None}) if time == 1 else grads
         model, state = optim.step(tx, grads, state, model)
         for path, (leaf, own) in want.items():
-            is_missing = time == 1 and path.startswith("layers.0")
+            is_missing = time == 1 and path.startswith("other.layers.0")
             if not is_missing or way == "a vector":
                 step, own = decayed(0 * leaf if is_missing else np.sin(leaf), own, leaf)
                 want[path] = leaf + OF_PATHS.get(path, 1) * np.asarray(step), own
@@ -349,44 +308,13 @@ def test_histories_go_on_with_their_factors(form):
     assert len(after.runs) == 2
 
 
-@forms
-def test_no_constant_and_no_index_for_each_element(form):
+def test_in_a_vector_there_is_no_constant_and_no_index_for_each_element():
     model = {name: jnp.ones(2**13) for name in "abcd"}
-    tx = form(optax.chain(optax.scale(-1.0), optim.scaled({"a": 0.5, "c": jnp.float32(2)})))
+    tx = VECTOR(optax.chain(optax.scale(-1.0), optim.scaled({"a": 0.5, "c": jnp.float32(2)})))
     lowered = jax.jit(tx.update).lower(model, tx.init(model), model)
     assert "gather" not in lowered.as_text()
     for text in (lowered.as_text(), lowered.compile().as_text()):
         assert len(text) < 60_000  # of constants each element would be written out
-
-
-def test_rows_that_wait_and_ties_that_a_layout_was_given():
-    model = {name: jnp.ones(2) for name in "abc"}
-    rule = optax.chain(optim.per_leaf(optax.sgd(1.0, momentum=0.5)), optim.scaled({"a": 0.5, "c": 0.25}))
-    tx, grads = optim.trainable(rule, tp.layout(model, ties={"c": "b"}), form="stacks"), {"a": ramp(2), "b": ramp(2)}
-    updates, _ = tx.update(grads, tx.init(model), model, active={"a": jnp.array(False)})
-    assert_same(updates, {"a": -jnp.zeros(2)} | dict.fromkeys("bc", -0.25 * ramp(2)), identity=False)
-
-
-def test_beside_a_line_search_whose_loss_trains_by_itself():
-    model, inner = {"a": jnp.ones(2), "b": jnp.ones(2)}, optim.scaled({"c": 0.5})
-
-    def loss(model):
-        params = {"c": model["a"] + model["b"], "d": np.ones(2, np.float32)}
-        return jnp.sum(params["c"] ** 2 + inner.update(params, inner.init(params))[0]["c"])
-
-    rule = optax.chain(optax.scale(-0.1), optim.scaled({"a": 0.5}), optax.scale_by_backtracking_linesearch(10))
-
-    @jax.jit
-    def ways():
-        value, grads = tp.value_and_grad(loss)(model)
-        extra = {"value": value, "grad": grads, "value_fn": loss}
-        found = [tx.update(grads, tx.init(model), model, **extra)[0] for tx in (form(rule) for form in FORMS)]
-        return value, [(updates, loss(optim.apply_updates(model, updates))) for updates in found]
-
-    value, found = ways()
-    for updates, after in found:
-        np.testing.assert_allclose(updates["a"], updates["b"] / 2)
-        assert after < value
 
 
 def test_plain_optax_goes_by_path():
@@ -399,6 +327,3 @@ def test_plain_optax_goes_by_path():
     for tree, match in ((tp.stack(params)[0], "which stacks do not have"), ({"a": jnp.ones(1)}, "'b.w' selects noth")):
         with pytest.raises(ValueError, match=match):
             tx.update(tree, tx.init(tree))
-    flat = optim.trainable(optax.flatten(optax.chain(tx)))
-    with pytest.raises(ValueError, match=r"updates as PyTreeDef\(\*\), but the parameters are PyTree"):
-        flat.update(tp.copy(params), flat.init(params), params)

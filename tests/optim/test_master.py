@@ -14,7 +14,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim, saving, sharding
 
-from ..zoo import STACKS, VECTOR, assert_close, assert_same, enable_x64, first_devices, ramp
+from ..zoo import STACKS, VECTOR, assert_same, enable_x64, first_devices, ramp
 from .shared import Tied
 
 LOW, HALF = jnp.bfloat16, jnp.float16
@@ -100,19 +100,16 @@ def test_with_eqx_apply_updates_while_a_step_is_less_than_a_factor_of_two():
     assert_same(again, summed)
 
 
-def test_ties_are_kept_and_states_moved_to_another_form():
+def test_ties_are_kept():
     embed, shared = ramp(2, 3, dtype=LOW), ramp(3, dtype=LOW)
-    model, rule = Tied(embed, embed.T, [shared, shared]), optim.master(optax.sgd(1e-3))
-    tx, other = VECTOR(rule), optim.trainable(rule)
+    model, tx = Tied(embed, embed.T, [shared, shared]), VECTOR(optim.master(optax.sgd(1e-3)))
     state = tx.init(model)
     loss = lambda m: jnp.sum(jnp.sin(_wide(m).embed @ _wide(m).head)) + jnp.sum(_wide(m).other[0] * _wide(m).other[1])
-    step = lambda tx: jax.jit(lambda model, state: optim.step(tx, tp.grad(loss, state.layout)(model), state, model))
+    step = jax.jit(lambda model, state: optim.step(tx, tp.grad(loss, state.layout)(model), state, model))
     for _ in range(3):
-        model, state = step(tx)(model, state)
+        model, state = step(model, state)
     np.testing.assert_array_equal(model.head, np.asarray(model.embed).T)
     np.testing.assert_array_equal(*model.other)
-    moved = saving.plan(model, model).state(state, other.init(tp.tie(model, state.layout)))
-    assert_same(step(other)(model, moved)[0], step(tx)(model, state)[0])
 
 
 def test_over_devices_copies_lie_as_their_parameters():
@@ -122,20 +119,14 @@ def test_over_devices_copies_lie_as_their_parameters():
     rule, plan = optim.master(optax.sgd(0.5)), sharding.plan(model, mesh, {"**": "split"}, form="stacks")
     init, step = sharding.make_step(loss, rule, plan)
     params, state = init(model)
-    tx = optim.trainable(rule)
-    alone, own = model, tx.init(model)
-    step_alone = jax.jit(lambda model, state, x: optim.step(tx, tp.grad(loss)(model, x), state, model))
     for time in range(2):
-        x = np.sin(np.arange(32, dtype="f4").reshape(4, 8) + time)
-        params, state, _ = step(params, state, x)
-        alone, own = step_alone(alone, own, x)
+        params, state, _ = step(params, state, np.sin(np.arange(32, dtype="f4").reshape(4, 8) + time))
     copies = jax.tree.leaves(state.rule.copies)
     assert len(copies) == 1  # of `a` and `b`, which are one stack
     for copy, leaf in zip(copies, jax.tree.leaves(params), strict=False):
         assert not leaf.sharding.is_fully_replicated
         assert copy.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
         np.testing.assert_array_equal(np.asarray(copy).astype(LOW), leaf)  # large steps among them
-    assert_close(plan.model(params), alone, 2**-7)
 
 
 def test_plain_optax_shares_no_buffer_and_leaves_out_what_has_no_gradient():
@@ -150,18 +141,9 @@ def test_plain_optax_shares_no_buffer_and_leaves_out_what_has_no_gradient():
     updates, after = tx.update(grads, state, params)
     assert (updates["b"], updates["c"].dtype) == (None, LOW)
     assert_same(after.copies, {"a": None, "b": jnp.ones(3), "c": jnp.ones(3) - jnp.float32(0.1)}, identity=False)
-    masked = optax.masked(tx, {"a": True, "b": False, "c": True})
-    assert_same(masked.update(tp.copy(params), masked.init(params), params)[0]["b"], params["b"])
 
 
-def test_dtypes():
-    low, half, tiny = (str(jnp.dtype(each)) for each in (LOW, HALF, jnp.float8_e4m3fn))
-    model = {name: jax.device_put(np.array([1.0, 3.0]).astype(name)) for name in (tiny, low, half)}
-    tx = optim.trainable(optax.chain(optax.clip(9.0), optim.master(optax.chain(optax.sgd(0.1)))))
-    grads = dict.fromkeys(model, np.ones(2, "f"))
-    after, _ = jax.jit(lambda model: optim.step(tx, grads, tx.init(model), model))(model)
-    for name, leaf in after.items():
-        np.testing.assert_array_equal(leaf, np.float32([0.9, 2.9]).astype(name))
+def test_what_is_narrower_than_the_dtype_has_a_copy():
     single = {"w": jnp.ones(1), "z": jnp.ones(1, jnp.complex64)}
     assert optim.master(optax.sgd(1.0)).init(single | {"n": np.int32(1)}).copies == dict.fromkeys([*single, "n"])
     with enable_x64():
@@ -189,13 +171,10 @@ def test_functions_are_called_with_what_is_trained():
 def test_report_and_summary_name_narrow_parameters():
     model = _model() | {"frozen": jnp.ones(1, LOW)}
     tx = optim.trainable(optim.groups({"a": optim.master(optax.sgd(1.0))}, default=optax.sgd(1.0)), "!frozen")
-    lines = str(optim.report(tx, model)).splitlines()
-    assert [line.split()[-1] for line in lines] == ["copy", "float32", "none", "default", "frozen", "none"]
     lines = str(optim.report(tx, model, tx.init(model))).splitlines()
     assert [line.split()[-1] for line in lines] == ["copy", "float32", "none", "0", "frozen", "none"]
     flat = optim.trainable(optim.master(optax.sgd(1.0)), form="vector")
     assert str(optim.report(flat, _model())).split().count("float32") == 4  # of `c` the dtype
-    assert "copy" not in str(optim.report(flat, {"a": jnp.ones(1)}))
     narrow = "narrow     12 trained in bfloat16, float16, where small steps round to zero; optim.master and tp.Ema"
     assert narrow in str(tp.summary(model, "!frozen"))
     assert "narrow" not in str(tp.summary(model, "c"))
@@ -242,11 +221,9 @@ WARMED = optax.sgd(lambda count: jnp.where(count < 2, 0.0, 1e-4))
 COUNTED = {  # how it trains, the steps of 12 that are not zero, and at which of these it is said
     "eager": (optim.trainable(SLOW), _stepped, 12, 4),
     "warm-up from 0": (optim.trainable(WARMED), _stepped, 10, 6),
-    "MultiSteps": (optim.trainable(optax.MultiSteps(SLOW, 4)), lambda tx: jax.jit(_stepped(tx)), 3, None),
-    "donated": (VECTOR(SLOW), lambda tx: jax.jit(_stepped(tx), donate_argnums=(0, 1)), 12, None),
+    "MultiSteps": (VECTOR(optax.MultiSteps(SLOW, 4)), lambda tx: jax.jit(_stepped(tx)), 3, None),
     "scan": (STACKS(optim.per_leaf(SLOW)), _scanned, 12, None),
     "eqx.apply_updates": (optim.trainable(SLOW), _applied, 12, None),
-    "tp.jit": (VECTOR(SLOW), lambda tx: tp.jit(_stepped(tx)), 12, None),
 }
 
 
@@ -260,7 +237,6 @@ def test_counts_the_steps_that_are_not_zero_in_any_form_wherever_it_trains(tx, m
     assert state.stuck == words
     assert f"stuck    {words}" in str(tp.summary({"state": state}))
     assert str(optim.report(tx, model, state)).splitlines()[-1] == words
-    assert words in optim.report(tx, model, state)._repr_html_()
     # Outside of a trace it says so once, a few steps in; then it is known.
     expected = [words.replace(str(count), str(said_at)) + "."] if said_at else []
     assert [each.partition(" A step")[0] for each in said] == expected
@@ -278,10 +254,6 @@ def test_says_nothing_where_parameters_move_or_steps_are_zero():
     for tx, model in ((optax.sgd(1e-1), _narrow()), (optax.sgd(0.0), _narrow()), (SLOW, nan)):
         assert np.max(quiet(optim.trainable(tx), model).still) == 0
     quiet(optim.trainable(SLOW), _narrow(), 2)
-    for rate in (1e-1, 1e-4, 1e-1, 1e-4):  # of each run, and not of one that moves
-        tx = optim.trainable(optax.sgd(rate))
-        (_, state), said = _warnings_of(lambda tx=tx: _run(tx, _narrow(), 8, _stepped))
-        assert (bool(state.stuck), len(said)) == (rate == 1e-4,) * 2
     for tx, model in ((SLOW, {"a": jnp.ones(2), "n": 3}), (optim.master(SLOW), _narrow())):
         assert quiet(optim.trainable(tx), model).still == ()  # such states are as without a count
     assert quiet(optim.trainable(SLOW, "wide"), _narrow()).still == ()
@@ -308,11 +280,10 @@ def test_the_next_touch_outside_of_a_trace_says_so_once():
         assert " 10 " in then.stuck or " 11 " in then.stuck
         faster, said = _warnings_of(lambda then=then: optim.adjust(then, learning_rate=1e-1))
         assert not said
-        model_then, moved = run(model_then, 1, state=faster)
-        assert (moved.stuck, moved.still.min()) == ("", 0)
-        again = run(model_then, 4, state=optim.adjust(moved, learning_rate=1e-9))[1]
-        with pytest.warns(UserWarning, match="stuck for 4 steps"):
-            optim.adjust(again, learning_rate=1e-4)
+    model, moved = run(model_then, 1, state=faster)
+    assert (moved.stuck, moved.still.min()) == ("", 0)
+    with pytest.warns(UserWarning, match="stuck for 4 steps"):
+        optim.adjust(run(model, 4, state=optim.adjust(moved, learning_rate=1e-9))[1], learning_rate=1e-4)
 
 
 def test_a_count_belongs_to_its_parameter_through_freezing_and_resets():
@@ -331,9 +302,6 @@ def test_a_count_belongs_to_its_parameter_through_freezing_and_resets():
     assert anew.stuck == "1 of 4 leaves stuck for 3 steps: k (bfloat16)"
     assert optim.set_trainable(tx, state, model, "wide", reset=["**", "!wide"]).still == ()
     assert list(optim.set_trainable(tx, state, model, reset=True).still) == [0, 0, 0]
-    begins = optim.trainable(SLOW, "wide")
-    thawed = optim.set_trainable(begins, begins.init(model), model, "**")
-    assert _run(begins, model, 3, state=thawed)[1].stuck.startswith("2 of 4 leaves stuck for 3 steps")
 
 
 def test_rows_that_wait_and_missing_gradients_are_no_steps_and_an_ensemble_counts_for_each_member():
@@ -343,9 +311,8 @@ def test_rows_that_wait_and_missing_gradients_are_no_steps_and_an_ensemble_count
     for flag in (True, False, False, True):
         state = update(state, jnp.asarray(flag))
     assert list(state.still) == [2, 4]
-    tree = optim.trainable(SLOW)
-    assert list(tree.update({"b": model["b"]}, tree.init(model), model)[1].still) == [0, 1]
     tx, models = optim.trainable(SLOW), {"k": jax.device_put(np.array([[1, 1], [0, 0]]).astype(LOW))}
+    assert list(tx.update({"b": model["b"]}, tx.init(model), model)[1].still) == [0, 1]
     states, step = jax.vmap(tx.init)(models), jax.jit(jax.vmap(_stepped(tx)))
     for _ in range(4):
         models, states = step(models, states)
@@ -363,7 +330,4 @@ def test_the_count_is_saved_and_files_without_it_load_with_zeros(tmp_path):
         saving.save(tmp_path / "before", {"state": dataclasses.replace(state, still=())})
         loaded = saving.load(tmp_path / "before", like)["state"]
         assert_same((loaded.still, loaded.runs), (np.zeros(3, np.int32), state.runs))
-    carried = saving.plan(model, model).state(state, like=fresh["state"])
-    assert_same((carried.runs, carried.still), (state.runs, jnp.zeros(3, jnp.int32)))
-    assert pickle.loads(pickle.dumps(state)).stuck == state.stuck
-    assert jax.eval_shape(lambda: state).stuck == ""
+    assert (pickle.loads(pickle.dumps(state)).stuck, jax.eval_shape(lambda: state).stuck) == (state.stuck, "")
