@@ -219,8 +219,9 @@ by_rank = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
 matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
 slow, fast = optim.scaled({"a": 0.5}), optim.scaled({"a": 2.0})
 RULES = {
-    optax: "adabelief adadelta adagrad adamaxw adan amsgrad lion nadamw polyak_sgd radam rmsprop rprop yogi",
-    contrib: "acprop ademamix adopt cocob dadapt_adamw madgrad momo_adam prodigy schedule_free_adamw",
+    optax: "adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lion nadam nadamw polyak_sgd "
+    "radam rmsprop rprop sgd sign_sgd yogi",
+    contrib: "acprop ademamix adopt cocob dadapt_adamw madgrad momo_adam prodigy schedule_free_adamw schedule_free_sgd",
 }
 # Older versions of Optax lack some.
 _named = [(each, name) for each, names in RULES.items() for name in names.split()]
