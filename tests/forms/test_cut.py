@@ -78,7 +78,6 @@ def test_every_derivative_is_that_of_the_whole_array(name):
 
 JOINED = {  # there and back, the shape of the array, and how many of its elements are in leaves
     "a padded vector": (leaves_in(SHAPES, 5), (15,), SIZE),
-    "one number": (leaves_in([()]), (1,), 1),
     "leaves of three axes": (leaves_in([(0, 3), (2, 1, 2), (3,)], 5), (10,), 7),
     "many rows": (rows(9, 1, 2), (9, 1, 2), 18),
     "numbers": (rows(3), (3,), 3),

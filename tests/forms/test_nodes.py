@@ -37,20 +37,14 @@ class Layer(eqx.Module):
         return self.rate * self.activation(self.weight @ x + self.bias) * self.scale + self.count.astype(jnp.float32)
 
 
-class Attention(eqx.Module):
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    o: jax.Array
-    norm: dict[str, jax.Array]
-
-    def __init__(self, k):
-        self.q, self.k, self.v, self.o = (ramp(2, 2, start=10 * k + j) for j in range(4))
-        self.norm = {"mean": ramp(2, start=k), "scale": ramp(2, start=k + 1)}
+def attention(k):
+    """A layer in a dictionary."""
+    matrices = {name: ramp(2, 2, start=10 * k + j) for j, name in enumerate("qkvo")}
+    return matrices | {"norm": {"mean": ramp(2, start=k), "scale": ramp(2, start=k + 1)}}
 
 
 SHARED, TABLE, OWN = ramp(2, 2), ramp(2, 3), [ramp(2, start=k) for k in range(3)]
-ATTENTIONS = [Attention(k) for k in range(3)]
+ATTENTIONS = [attention(k) for k in range(3)]
 KEYED = [
     {"key": jax.random.key(k), "n": np.arange(2) + k, "raw": jax.random.PRNGKey(k), "w": ramp(2, start=k)}
     for k in range(3)
@@ -244,7 +238,7 @@ def test_the_program_is_as_long_for_twelve_layers_as_for_four(form):
     measure = lambda node: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(node))
 
     def lengths(layers):
-        model = {"embed": ramp(2, 2), "head": ramp(2), "layers": list(map(Attention, range(layers)))}
+        model = {"embed": ramp(2, 2), "head": ramp(2), "layers": list(map(attention, range(layers)))}
         at_rest, restructure = form(model, ["!head", "!layers.*.norm", "!layers.*.k"])
 
         def loss(at_rest, restructure):
@@ -332,7 +326,6 @@ DIFFER = [
     ([Layer(0), Layer(1, activation=jnp.sin)], "'layers.0.activation' and .*, .* not arrays, differ"),
     ([Layer(0), Layer(1, rate=0.25)], "'layers.0.rate' and 'layers.1.rate', .* differ"),
     ([{"w": ramp(2)}, {"v": ramp(2)}], _ARRAYS + ".*'w' is only in 'layers.0'"),
-    ([Pair(ramp(2), None), Pair(ramp(2), ())], _ARRAYS + "cannot be one"),
     ([[ramp(2)], (ramp(2),)], "the node is a list in 'layers.0', a tuple in 'layers.1'"),
     ([Layer(0), eqx.nn.Identity(), Layer(1)], _ARRAYS + "cannot be one"),
 ]
@@ -355,7 +348,6 @@ REPEATED = [  # a `where`, and what is said of it
     (lambda m: m["dict"], ValueError, r"'dict' is one node, .* 'dict\.\*'"),
     ("layer.*", ValueError, r"'layer\.\*' selects nothing; nearest: .*layers"),
     ("!layers.0", ValueError, "'!layers.0'"),
-    (["layers.*", "!layers"], ValueError, "selects nothing: everything is excluded"),
     (lambda m: {"x": m["layers"][0], "y": m["dict"]}, ValueError, "cannot be one node"),
 ]
 PART = [

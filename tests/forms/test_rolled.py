@@ -231,11 +231,8 @@ def convolved(weights, x):
     return jnp.sum(x)
 
 
-OF_VECTOR = tp.ravel(list(WEIGHTS))[1]
-
-
 def in_a_vector(weights, x):
-    return with_rules([0.5] * 4)(OF_VECTOR(weights.ravel()), x)
+    return with_rules([0.5] * 4)(tp.ravel(list(WEIGHTS))[1](weights.ravel()), x)
 
 
 LEFT = {
