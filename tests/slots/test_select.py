@@ -239,7 +239,7 @@ ROWS = [
     refused(TIED, "'a' is frozen and 'b' is trained", freeze=tp.leaves(lambda path, leaf: path == "a")),
     refused(NET, "selects nothing: everything is excluded", trainable="!**"),
     refused(NET, "selects nothing: everything is excluded", trainable=["head", "!head"]),
-    refused(WITHIN, "everything is excluded or declared frozen", trainable=["net.scale", "net.head", "!net.head"]),
+    refused(WITHIN, "excluded or declared frozen", trainable=[re.compile("net.(scale|head.*)"), "!net.head"]),
     # paths
     (lambda: tp.layout(NET)["head.wieght"], KeyError, "'head.wieght' is not a path of the model; nearest: 'head.weig"),
     (lambda: tp.layout(NET)["scale"], KeyError, r"'scale' is frozen, so it has no slot; layout.thaw\('scale'\) gives"),
