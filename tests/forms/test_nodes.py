@@ -13,7 +13,7 @@ import pytest
 import treeparams as tp
 
 from ..matrices.zoo import equations
-from ..zoo import Pair, assert_close, assert_same, inexact_leaves, ramp
+from ..zoo import Norm, Pair, assert_close, assert_same, inexact_leaves, ramp
 
 FORMS = pytest.mark.parametrize("form", [tp.stack, tp.ravel], ids=["stacks", "vector"])
 
@@ -109,9 +109,9 @@ def stacked(nodes):
 
 
 def test_nodes_by_class_by_globs_and_in_the_order_of_their_numbers():
-    a, b, c, d = map(Layer, range(4))
+    a, b, c, d = (Norm(ramp(2, start=k), None) for k in range(4))
     for model, where, nodes in (
-        ({"x": [a], "y": (b, [c])}, Layer, [a, b, c]),
+        ({"x": [a], "y": (b, [c])}, Norm, [a, b, c]),
         ([a, b, c, d], ["3", "[01]"], [a, b, d]),
         ({"w_1": a, "w_2": b, "w_10": c}, "w_*", [a, b, c]),  # as texts, 10 is before 2
         ([{"layers": [a, b]}, {"layers": [c]}], "*.layers.*", [a, b, c]),
