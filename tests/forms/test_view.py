@@ -12,7 +12,7 @@ import pytest
 import treeparams as tp
 
 from ..long import some
-from ..zoo import STRUCTURE_ALONE, ZOO, Norm, assert_same, ramp
+from ..zoo import STRUCTURE_ALONE, ZOO, assert_same, ramp
 
 SHARED = ramp(2, 2)
 LAYERS = [{"w": SHARED, "b": ramp(2)}, {"w": ramp(2, 2, start=3), "b": ramp(2, start=5)}]
@@ -55,25 +55,18 @@ def test_a_view_is_a_mapping_of_what_is_trained(name):
 UNFIT = [
     (lambda: VIEW.at["layers.0.b"].set(np.ones(3)), ValueError, r"number or shape \(2,\) .*, got shape \(3,\)"),
     (lambda: VIEW.at["layers.*.b"].set(np.ones(3)), ValueError, r"the 4 elements selected, got shape \(3,\)"),
-    (lambda: VIEW.at["layers.*.b"].set({"layers.0.b": 1.0}), ValueError, r"'layers.1.b'\], got them"),
     (lambda: VIEW.at["layers.1.b"].set(VIEW["layers.0"]), ValueError, r"\['layers.1.b'\], got them at \['head'"),
     (lambda: VIEW.at["layers.0.b"].set(1j), TypeError, "'layers.0.b' is in an array of float32, which"),
     (lambda: VIEW["frozen"], KeyError, "'frozen' is frozen, so it has no slot"),
-    (lambda: VIEW["fro*"], KeyError, "'fro[*]' selects only frozen parameters, such as 'frozen'"),
     (lambda: VIEW.at["fro*"], KeyError, "'fro[*]' selects only frozen parameters, such as 'frozen'"),
-    (lambda: VIEW["n"], KeyError, "not a parameter"),
     (lambda: VIEW["layers.1"]["layers.0.b"], KeyError, "not in this part of the view"),
     (lambda: VIEW["layers.1"]["layers.0.*"], KeyError, "selects nothing in this part of the view"),
-    (lambda: RESTRUCTURE(VIEW), TypeError, r"a vector of shape \(12,\) and floating dtype, got View"),
     (lambda: RESTRUCTURE.view(np.ones((2, 12), "f")), ValueError, r"got shape \(2, 12\); map .* with jax.vmap"),
     (lambda: VIEW + VIEW, TypeError, "unsupported operand"),
     (lambda: LAYOUT.indices("nowhere"), ValueError, "selects nothing"),
     (lambda: LAYOUT.block(np.ones((12, 11)), "head", "head"), ValueError, r"\(12, 12\) .*, got shape \(12, 11\)"),
-    (lambda: LAYOUT.block([[1.0]], "head", "head"), ValueError, r"array of shape \(12, 12\) .*, got list"),
     (lambda: ROWS.at["x"].set(1j), TypeError, "'x' is in an array of float32, which cannot hold complex64"),
     (lambda: ROWS.at["head"].set(np.ones(3, "f")), ValueError, r"\(2, 2\) at 'head', .*\(3,\)"),
-    (lambda: ROWS["layers.0.b"], KeyError, "'layers.0.b' is frozen"),
-    (lambda: ROWS["head.w"], KeyError, "'head.w'"),
 ]
 
 
@@ -87,7 +80,6 @@ def test_it_prints_its_paths_and_is_equal_to_itself_and_no_pytree():
     vector, restructure = tp.ravel([ramp(1)] + [ramp(1, start=k) for k in range(9)])
     view = restructure.view(vector)
     assert repr(view) == "View('0', '1', '2', '3', '4', ..., '9')"
-    assert repr(view[["1", "2"]]) == "View('1', '2')"
     assert view == view
     for other in (restructure.view(vector), collections.UserDict(view), np.ones(2)):
         assert (view == other, view != other) == (False, True)
@@ -161,12 +153,6 @@ def test_names_aliases_globs_nodes_and_regexes(form, compiled):
         np.testing.assert_array_equal(got, np.asarray(want).astype(got.dtype))
         assert got.dtype == (np.complex64 if form == "vector" else TIED[path].dtype)
     assert_same(restructure.view(at_rest).form, at_rest)
-
-
-def test_a_class_is_a_name_too_and_what_is_inside_has_names():
-    vector, restructure = tp.ravel({"n": Norm(ramp(2), ramp(2)), "w": ramp(1)})
-    assert list(restructure.view(vector)[Norm]) == ["n.scale"]
-    assert VIEW["**"]["layers.0"]["head"].shape == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import treeparams as tp
-from treeparams import optim, saving
+from treeparams import saving
 
 from ..zoo import enable_x64, ramp
 
@@ -103,17 +102,14 @@ def test_what_a_user_sees_is_what_the_contract_names_and_cannot_be_changed():
     assert named or sys.version_info < (3, 12)  # which has no names of types
     layout.ties["a"] = ()  # of a copy: all equal models get this very layout
     assert layout.ties == tp.layout({"w": ramp(2)}).ties == {}
-    shared = ramp(2)
-    vector, restructure = tp.ravel({"a": shared, "b": shared, "c": {"d": ramp(1)}})
+    vector, restructure = tp.ravel({"a": (shared := ramp(2)), "b": shared, "c": {"d": ramp(1)}})
     assert restructure.layout._ipython_key_completions_() == ["a", "b", "c.d"]
     assert restructure.view(vector)["c"]._ipython_key_completions_() == ["c.d"]
 
 
 SHOWN = {
     "layout": tp.layout,
-    "summary": tp.summary,
     "diff": lambda model: tp.diff(model, {**model, "b": 3}),
-    "report": lambda model: optim.report(optim.trainable(optax.sgd(0.1)), model),
     "plan": lambda model: saving.plan(model, model),
 }
 
@@ -128,8 +124,6 @@ def test_a_table_in_a_notebook_has_the_cells_of_the_text(make):
     is_row = [re.split("  +", line.strip()) in rows for line in lines]
     assert sum(is_row) == len(rows) > 1
     assert below == [line for line, yes in zip(lines, is_row, strict=True) if not yes]
-    assert "font-family:monospace" in page
-    assert "<pre>" not in page
 
 
 # -- Equality
@@ -161,16 +155,13 @@ def test_diff_says_what_differs():
 
     assert rows() == []
     assert rows(a=5) == [("a", "type", "float32[2]", "no array")]
-    assert rows(a=[]) == [("a", "structure", "float32[2]", "list of 0 leaves")]
     assert rows(a=ramp(2).astype(jnp.int32)) == [("a", "dtype", "float32[2]", "int32[2]")]
     assert rows(n=net(config=2.0)) == [("n.config", "static", "2 (int)", "2.0 (float)")]
     layout = tp.layout(tied(), ties=TIES)
     assert changed(layout, layout.freeze("b")) == [("b", "trained", "trained", "frozen")]
     assert changed(layout, tp.layout(tied())) == [("a", "tie", "c.0, d (transpose)", "c.0")]
     square = {"a": ramp(2, 2), "b": ramp(2, 2)}
-    straight, turned = tp.layout(square, ties={"b": "a"}), tp.layout(square, ties={"b": ("a", jnp.transpose)})
-    assert changed(straight, turned) == [("a", "tie", "b", "b (transpose)")]
-    other = tp.layout(square, ties={"a": "b"})
+    straight, other = tp.layout(square, ties={"b": "a"}), tp.layout(square, ties={"a": "b"})
     assert changed(straight, other) == [("a", "tie", "b", "b (its source)"), ("b", "tie", "a (its source)", "a")]
 
 
@@ -178,9 +169,7 @@ PICKLED = [
     lambda: tp.layout(net(config=[1, {"a": {2, 3}}])).thaw("scale"),
     lambda: tp.layout(tied(), freeze="b", ties=TIES),
     lambda: tp.layout(tied(), ties={"d": ("a", functools.partial(jnp.reshape, shape=(3, 2)))}),
-    lambda: tp.layout(eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="b", mode="ema")),
     lambda: tp.layout(eqx.nn.BatchNorm(3, "b", mode="batch")),  # whose marker is still an `object()`
-    lambda: tp.layout(()),
 ]
 
 

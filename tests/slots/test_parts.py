@@ -9,7 +9,7 @@ import pytest
 
 import treeparams as tp
 
-from ..zoo import Norm, Pair, assert_same, enable_x64, ramp
+from ..zoo import Norm, enable_x64, filled, ramp
 
 
 def model():
@@ -28,24 +28,16 @@ def test_the_halves():
     assert repr(rest).startswith("Rest(2 frozen arrays, 2 values, Layout(2 slots")
 
 
-class Called(eqx.Module):
-    w: jax.Array
-    norm: Norm
-
-    def __call__(self):
-        raise AssertionError("a mask is not called")
-
-
 def test_the_mask_goes_into_equinox_and_optax_of_a_callable_model_too():
-    whole = Called(ramp(2), Norm(ramp(1), ramp(3)))
-    mask = tp.layout(whole).mask
+    whole = filled(eqx.nn.Linear, 2, 1)  # which fails if Optax calls it
+    mask = tp.layout(whole, freeze="bias").mask
     trained, frozen = eqx.partition(whole, mask)
-    assert list(map(id, jax.tree.leaves(trained))) == [id(whole.w), id(whole.norm.scale)]
-    assert_same(eqx.combine(trained, frozen), whole)
+    assert trained.weight is whole.weight
+    assert (trained.bias, frozen.weight) == (None, None)
     tx = optax.add_decayed_weights(0.5, mask=mask)
     updates, _ = tx.update(jax.tree.map(np.zeros_like, whole), tx.init(whole), whole)
-    np.testing.assert_allclose(updates.w, 0.5 * whole.w, 1e-6)
-    np.testing.assert_array_equal(updates.norm.mean, np.zeros(3))
+    np.testing.assert_allclose(updates.weight, 0.5 * whole.weight, 1e-6)
+    np.testing.assert_array_equal(updates.bias, [0])
 
 
 def test_donation():
@@ -60,13 +52,6 @@ def test_donation():
     assert whole["n"][0].is_deleted()  # the rest of a partition holds what the model held
 
 
-def test_combine_takes_another_tree_with_the_parameters():
-    _, rest = tp.partition(Pair(ramp(2), Norm(ramp(1), ramp(1))))
-    labels = tp.combine({"first": "label", "second": {"scale": "label"}}, rest)
-    assert isinstance(labels, Pair)
-    assert (labels.first, labels.second.scale) == ("label", "label")
-
-
 def test_rests_with_other_values_are_other_programs():
     traces = []
     f = jax.jit(lambda p, r: traces.append(1) or tp.combine(p, r)["x"] * tp.combine(p, r)["p"])
@@ -75,13 +60,6 @@ def test_rests_with_other_values_are_other_programs():
     assert len(traces) == 3
     structure = lambda p: jax.tree.structure(tp.partition({"p": p})[1])
     assert structure([1, 2]) == structure([1, 2]) != structure([1, 2.0])
-
-
-def test_abstract_models():
-    abstract = {"w": jax.ShapeDtypeStruct((2, 3), "float32"), "n": jax.ShapeDtypeStruct((2,), "int32")}
-    params, rest = tp.partition(abstract)
-    assert params["n"] is None
-    assert jax.eval_shape(tp.combine, params, rest) == abstract
 
 
 # -- The canonical gradient --------------------------------------------------------------------------------------------
@@ -96,8 +74,8 @@ def test_the_canonical_gradient():
     assert (zeros.scale.tolist(), zeros.mean) == ([0.0], None)
 
 
-@pytest.mark.parametrize("leaf", [np.float32, jnp.bfloat16, np.float16, np.complex64, jnp.float8_e4m3fn])
-@pytest.mark.parametrize("entry", [np.float32, jnp.bfloat16, np.complex64, np.int32])
+@pytest.mark.parametrize("leaf", [np.float32, jnp.bfloat16, np.complex64, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("entry", [np.float32, np.complex64, np.int32])
 def test_each_entry_in_its_leafs_dtype(leaf, entry):
     got = tp.project({"w": ramp(2, dtype=leaf)}, {"w": np.array([1, 2]).astype(entry)})["w"]
     assert got.dtype == leaf
@@ -126,10 +104,8 @@ def test_ties_are_summed_before_they_are_rounded_one_object_twice_too():
         ([np.ones(1000, jnp.bfloat16)], 1000**0.5),
         ([np.full(1, np.finfo(np.float32).max)], float(np.finfo(np.float32).max)),
         ([np.full(10_000, 1e30, "f"), np.ones(3, "f")], 1e32),
-        ([np.float32([1e-40])], 0.0),  # XLA flushes denormals
         ([np.full(4, 6e-8, np.float16)], 2 * float(np.float16(6e-8))),
         ([np.complex64([3e30 + 4e30j])], 5e30),
-        ([np.float32([3.0]), np.zeros((0, 2), "f"), np.full((), 4.0, "f")], 5.0),
         ([np.arange(5), np.array([True]), jax.random.key(0), "x", 2.0], 0.0),
         ([], 0.0),
         ([np.float32([-np.inf, 1.0])], np.inf),
