@@ -162,6 +162,10 @@ COUPLED = {
     "ours": (lambda: optim.clip_by_global_norm(1.0), rf"{UPDATE}, and ClipState\.norm {STATE}"),
     "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), rf"ApplyIfFiniteState\.\w+ {STATE}"),
     "prodigy": (optax.contrib.prodigy, rf"{UPDATE}, and ProdigyState\.exp_avg\[0\] {STATE}"),
+    "mechanize": (lambda: optax.contrib.mechanize(optax.sgd(0.1)), rf"{UPDATE}, and MechanicState\.r {STATE}"),
+    "polyak_sgd": (optax.polyak_sgd, UPDATE),
+    "normalize_by_update_norm": (optax.normalize_by_update_norm, UPDATE),
+    "flatten": (lambda: optax.flatten(optax.adam(0.1)), rf"{UPDATE}, and state\[0\]\.mu {STATE}"),
     "lbfgs": (optax.lbfgs, rf"{UPDATE}, and state\[0\]\.weights_memory {STATE}"),
     "steps that are skipped": (lambda: _skips(optax.sgd(0.1), 2), rf"MultiStepsState\.mini_step {STATE}"),
     "add_noise": (lambda: optax.add_noise(0.1, 0.1, jax.random.key(0)), "it draws random numbers, which would be the"),
@@ -260,6 +264,9 @@ def test_takes_what_treats_elements_alike(name, is_wide):
 
 
 WRONG = {
+    "fromage": optax.fromage(0.1),
+    "novograd at rest": optax.novograd(0.0),
+    "adaptive_grad_clip": optax.adaptive_grad_clip(1e9),
     "injected lamb at rest": optax.inject_hyperparams(optax.lamb)(0.0),
     "later": optax.transforms.conditionally_transform(optax.scale_by_trust_ratio(), **late),
     "centralize at rest": optax.chain(optax.centralize(), optax.scale(0.0)),
@@ -282,7 +289,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_refuses_what_looks_at_leaves_whatever_the_numbers(name):
-    form = VECTOR if name in ("later", "axes", "factors by label") else STACKS
+    form = VECTOR if name in ("later", "fromage", "axes", "factors by label") else STACKS
     with pytest.raises(ValueError, match=LOOKS) as caught:
         form(WRONG[name]).init(MODEL)
     instead = 'use form="stacks" with' if form is VECTOR else "optim.per_leaf: optax.chain(optim.clip_by_global_norm("

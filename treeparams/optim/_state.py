@@ -192,7 +192,7 @@ class TrainableState:
 
 
 def _in_words(count: Any) -> str:
-    if isinstance(count, Tracer) or getattr(count, "shape", None) != ():
+    if isinstance(count, (Tracer, jax.ShapeDtypeStruct)) or getattr(count, "shape", None) != ():
         return f"{describe(count) if is_array(count) else count} steps"
     return "1 step" if count == 1 else f"{int(count):,} steps"
 
