@@ -8,19 +8,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import paramax
 import pytest
 
 import treeparams as tp
-from treeparams import matrices, optim
+from treeparams import matrices
 
 from ..zoo import assert_close, assert_same, enable_x64
 from .zoo import equations, normal, page, put, svd
 
 PAGE = page("matrices.md", "class Bounded")
-
-
 S = np.asarray(normal(0, 3, 3))
 is_one = lambda array: np.all(abs(array - 1) < 1e-6)
 # One of the library's, and those that the documentation shows how to write, made as it says: how it is made of a value,
@@ -110,21 +107,6 @@ def test_the_raw_parameters_are_what_is_averaged_and_tied(model: dict[str, Any])
     assert tp.layout([model["simplex"], model["simplex"], S]).ties == {"0.raw": ("1.raw",)}
 
 
-def test_training_goes_down_and_stays_on_the_set(model: dict[str, Any], standard_promotion: None):
-    tx = optim.trainable(optax.adamw(0.05))
-    distance = lambda model: sum(jnp.sum((value - 0.1 * S) ** 2) for value in matrices.materialise(model).values())
-
-    def step(carry: Any, _: None) -> Any:
-        model, state = carry
-        value, grads = tp.value_and_grad(distance)(model)
-        return optim.step(tx, grads, state, model), value
-
-    run = jax.jit(lambda model: jax.lax.scan(step, (model, tx.init(model)), None, 50))
-    (after, _), values = run(model)
-    assert all_hold(after)
-    assert values[-1] < 0.8 * values[0]
-
-
 def count(f: Callable[..., Any], model: Any, primitive: str) -> int:
     """How often it stands in a program, with those of the programs in it."""
     return [equation.primitive.name for equation in equations(jax.make_jaxpr(f)(model))].count(primitive)
@@ -195,16 +177,3 @@ def test_nodes_of_paramax_are_unwrapped_as_there():
         "mapped": eqx.filter_vmap(lambda raw: paramax.Parameterize(jnp.exp, raw))(normal(6, 3, 2)),
     }
     assert_same(*tp.jit(lambda model: (matrices.materialise(model), paramax.unwrap(model)))(model))
-    total = lambda unwrap: lambda model: sum(map(jnp.sum, jax.tree.leaves(unwrap(model))))
-    of_each = [tp.grad(total(unwrap)) for unwrap in (matrices.materialise, paramax.unwrap)]
-    assert_close(*tp.jit(lambda model: [of(model) for of in of_each])(model))
-
-
-def test_what_paramax_holds_as_frozen_stays(standard_promotion: None):
-    model = {"frozen": paramax.NonTrainable(put(1, 1)), "trained": put(1, 1)}
-    tx = optim.trainable(optax.adamw(0.1, weight_decay=0.1))  # its weight decay moves what has no gradient, too
-    loss = lambda model: jnp.sum(matrices.materialise(model)["frozen"] * model["trained"])
-    update = tp.jit(lambda model: tx.update(tp.grad(loss)(model), tx.init(model), model)[0])
-    moved = optim.apply_updates(model, update(model))
-    assert moved["frozen"].tree is model["frozen"].tree
-    assert np.all(np.asarray(moved["trained"]) != 1)
