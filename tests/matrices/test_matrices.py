@@ -168,11 +168,8 @@ def test_to_lineax_and_back():
     @jax.jit
     def checked(matrix: Any) -> Any:
         operator, dense = matrices.to_lineax(matrix), matrix.to_dense()
-        solved = lambda matrix: lineax.linear_solve(matrices.to_lineax(matrix), b).value
-        of_dense = lambda matrix: jnp.linalg.solve(matrix.to_dense(), b)
-        results = lambda solve: (solve(matrix), tp.grad(lambda matrix: jnp.sum(solve(matrix)))(matrix))
-        got = operator.as_matrix(), operator.mv(b), operator.transpose().mv(b), results(solved)
-        return got, (dense, dense @ b, b @ dense, results(of_dense))
+        got = operator.as_matrix(), operator.mv(b), operator.transpose().mv(b), lineax.linear_solve(operator, b).value
+        return got, (dense, dense @ b, b @ dense, jnp.linalg.solve(dense, b))
 
     assert_close(*checked(matrix), 1e-3)
     tagged = matrices.to_lineax(matrix, lineax.positive_semidefinite_tag)
@@ -210,19 +207,11 @@ def test_a_batch_that_is_spread_over_devices(name: str):
         return y, *pull(jnp.cos(y))
 
     want, products = jax.jit(results)(matrix, x), lambda *args: (results(*args)[0], results(*args)[2])
-    several = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), matrix)
     with jax.set_mesh(mesh):
         of_mesh, of_x = jax.device_put(matrix, whole), jax.device_put(x, split)
         assert_close(jax.jit(results)(of_mesh, of_x), want)
         in_map = jax.shard_map(products, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
         assert_close(jax.jit(in_map)(of_mesh, of_x), (want[0], want[2]))
-        if name != "svd":
-            return
-        # Each device has a matrix of its own, and all of the batch.
-        own = lambda several, x: x @ jax.tree.map(lambda leaf: leaf[0], several).T
-        in_map = jax.shard_map(own, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
-        got = jax.jit(in_map)(jax.device_put(several, split), jax.device_put(x, whole))
-        assert_close(got, np.concatenate([want[0], want[0]]))
 
 
 TWO, X = put([1, 2], [3, 4]), np.asarray(normal(2, 4, 5))
@@ -293,7 +282,6 @@ COMPLEX = ones(2, 2, dtype=np.complex64)
 NO_PARAMETER, NO_REAL = "a parameter must be floating or complex, got int", "expected real numbers, got complex64"
 NO_BASE = "a LowRank cannot have a PreImputing in its base"
 SQUARE = r"only a square matrix has {}, and this SVD has shape \({}\)"
-OF_PAIRS = lineax.IdentityLinearOperator(jax.ShapeDtypeStruct((2, 2), jnp.float32))
 M, PRE, ONES = svd(0, 2, 3), matrices.PreImputing(normal(50, 3, 3), normal(51, 3)), ones(2, 3)
 REFUSED = [
     # Any matrix.
@@ -301,18 +289,15 @@ REFUSED = [
     (lambda: M + svd(1, 2, 2), r"M \+ N: the shapes \(2, 3\) and \(2, 2\) differ"),
     (lambda: M @ ones(2), r"M @ x: M is a SVD of shape \(2, 3\), so x must have shape \(3,\) or"),
     (lambda: ones(2, 3) @ M, r"x @ M: .* shape \(2,\) or \(\.\.\., 2\), got \(2, 3\)"),
-    (lambda: M @ [1.0, 2.0, 3.0], "unsupported operand"),
     (lambda: np.exp(M), "does not support ufuncs"),
     (lambda: jnp.asarray(M), "SVD"),
     (lambda: matrices.from_lineax(M), "expected a lineax operator, got SVD"),
-    (lambda: matrices.from_lineax(OF_PAIRS), r"between vectors, but Identity.* takes ShapeDtypeStruct\(shape=\(2, 2"),
     # A decomposition, reflections and rotations.
     (lambda: M.inv(), SQUARE.format("an inverse", "2, 3")),
     (lambda: M.logdet(), SQUARE.format("a determinant", "2, 3")),
     (lambda: matrices.SVD(svd(0, 3, 3).u, ones(2), svd(0, 3, 3).v), r"d of shape \(3,\) for u of .* got \(2,\)"),
     (lambda: matrices.Orthogonal(COMPLEX), NO_REAL),
     (lambda: matrices.Orthogonal(ones(1, 3, dtype=np.int32)), NO_PARAMETER + "32"),
-    (lambda: matrices.Orthogonal(ones(3)), r"expected vectors of shape \(reflections, n\), got \(3,\)"),
     (lambda: matrices.Givens(ones(1, 3), 5), r"expected angles of shape \(layers, 2\) for n=5, got \(1, 3\)"),
     (lambda: matrices.SVD.random(2, 2, key=KEY, kind="fft"), 'be "householder" or "givens", got \'fft\''),
     (lambda: matrices.SVD.random(-1, 2, key=KEY), "the sizes of a random matrix must be at least 0, got m=-1, n=2"),
@@ -323,14 +308,12 @@ REFUSED = [
     (lambda: make("pre").matmul(X, missing=X[0] > 0), r"shape \(4, 5\) for x of shape \(4, 5\), got \(5,\)"),
     (lambda: make("post").matmul(X, missing=X[:, 0] > 0), r"\(4, 5\) or \(5,\) for x of .* got \(4,\)"),
     (lambda: make("pre").matmul(X, missing=ones(4, 5, dtype="i")), "of bools, True where x is missing, got int32"),
-    (lambda: make("pre").matmul(X.T, missing=X.T > 0), r"M @ x: M is a PreImputing of shape \(3, 4\), .* got \(5, 4\)"),
     (lambda: jax.tree.map(lambda leaf: leaf[None], make("pre")).matmul(X, missing=X > 0), "is an ensemble of matrices"),
     # Of low rank.
     (lambda: matrices.LowRank(ONES, ONES[:, :1], ONES), r"\(2, rank\) and \(rank, 3\) .* got \(2, 1\) and \(2, 3\)"),
     (lambda: matrices.LowRank.random(ONES, 0, key=KEY), "the rank of a change must be at least 1, got 0"),
     (lambda: matrices.LowRank(ONES, 1j * ONES[:, :1], 1j * ONES[:1]), "factors are complex, but the base is float32"),
     (lambda: matrices.LowRank([[1.0]], ONES, ONES), "expected an array, got list"),
-    (lambda: matrices.LowRank(ONES[0], ONES, ONES), r"expected a matrix, got an array of shape \(3,\)"),
     (lambda: matrices.LowRank.random(2 * PRE.T, 1, key=KEY), NO_BASE + ": .* NaN "),
     # Constrained arrays.
     (lambda: matrices.Positive(put(1, -2)), r"Positive accepts finite numbers .* got -2 at index \[1\].*jnp.abs\(w\)"),

@@ -151,12 +151,6 @@ def test_floating_point_operations():
         return [operator(direction) for direction in directions]
 
     assert flops(five, vector, [np.sin(i + np.asarray(vector)) for i in range(5)]) <= 4.2 * one
-    # What is frozen costs nothing.
-    layout = tp.layout(mlp, "layers.4")
-    params, rest = tp.partition(mlp, layout)
-    product = lambda params, rest, x, v: nested.hvp(f, layout)(tp.combine(params, rest), v, x)
-    forward = lambda params, rest, x: f(tp.combine(params, rest), x)
-    assert flops(product, params, rest, x, jnp.ones(layout.size)) < 1.1 * flops(forward, params, rest, x)
 
 
 # -- Operators ---------------------------------------------------------------------------------------------------------
@@ -260,23 +254,6 @@ def test_lineax_solves_with_an_operator(problem, monkeypatch):
     monkeypatch.setitem(sys.modules, "lineax", None)
     with pytest.raises(ModuleNotFoundError, match=r"as_lineax needs lineax, of the extra treeparams\[lineax\]"):
         problem.operator.as_lineax()
-
-
-def test_derivatives_of_products_and_a_batch_of_them():
-    vector, restructure = tp.ravel(MODEL)
-    along = lambda model: jnp.ones(4) @ nested.hvp(_quartic)(model, jnp.ones(4), X)
-    unit = np.eye(4, dtype=np.float32)[1]
-
-    @jax.jit
-    def run(vector):
-        batch = jax.vmap(lambda x: nested.hvp(_quartic)(MODEL, unit, x))(jnp.stack([X, 2 * X]))
-        return jax.grad(lambda vector: along(restructure(vector)))(vector), tp.grad(along)(MODEL), batch
-
-    third, by_tree, batch = run(vector)
-    np.testing.assert_allclose(third[1:], 24 * X * MODEL["w"], 1e-5)
-    np.testing.assert_allclose(by_tree["w"], third[1:], 1e-5)
-    np.testing.assert_allclose(batch[1][1:], 2 * batch[0][1:], 1e-6)
-    np.testing.assert_allclose(batch[0], _problem("real").matrix[1] - 3 * unit, 1e-5)
 
 
 # -- The real vector, and a model that is linear along a direction -----------------------------------------------------
