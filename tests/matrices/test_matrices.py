@@ -155,13 +155,6 @@ def test_which_parameters_and_dtype_a_matrix_of_matrices_has():
     assert_close(*jax.jit(lambda matrix: (matrix.T @ x, matrix.to_dense().T @ x))(imaginary))
 
 
-def test_it_prints_its_shape_and_its_parameters():
-    weight = svd(0, 2, 3)
-    assert "v=Orthogonal(shape=(3, 3), vectors=f32[2,3])" in repr({"layer": weight})
-    mask = tp.layout(weight).mask  # a matrix with bools in place of its arrays
-    assert "Orthogonal(shape=None, vectors=True)" in repr(mask)
-
-
 def test_to_lineax_and_back():
     matrix, b = low_rank(28, 3, 3), normal(31, 3)
 

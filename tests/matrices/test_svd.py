@@ -1,6 +1,5 @@
 """Reflections, rotations, and the decomposition made of them."""
 
-import itertools
 import math
 from typing import Any
 
@@ -160,9 +159,9 @@ def test_the_inverse_is_tied_to_the_original():
 
 
 def test_random_ones_of_a_dtype():
-    for kind, dtype in itertools.product(("householder", "givens"), (jnp.bfloat16, jnp.float16, None)):
-        made = jax.eval_shape(lambda: matrices.SVD.random(3, 4, key=KEY, kind=kind, dtype=dtype))  # noqa: B023
-        assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype(dtype or jnp.float32)}
+    for kind in ("householder", "givens"):
+        made = jax.eval_shape(lambda: matrices.SVD.random(3, 4, key=KEY, kind=kind, dtype=jnp.bfloat16))  # noqa: B023
+        assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -92,7 +92,6 @@ EVERY_TIME = {name: _unary(name) for name in ("tanh", "sqrt")} | {
     "entropy": lambda x: jax.scipy.special.entr(jnp.abs(x)),
     "checkpoint": lambda x: jax.checkpoint(lambda y: jnp.tanh(A @ y) * y[:3])(x),
     "softmax": lambda x: jax.nn.log_softmax(x**2) + jax.nn.logsumexp(x),
-    "restructure": lambda x: _restructured(x),
     "empty": lambda x: x[:0] ** 2,
     "waves": lambda x: jnp.real(jnp.exp(_complex(x[1:], A @ x)) * jnp.conj(_complex(x[:3], x[1:])))
     + jnp.imag(1 / _complex(x[:3], 2 + x[1:])),
@@ -116,13 +115,6 @@ _jitted, _complex = jax.jit(lambda y: jnp.tanh(y) * y), jax.lax.complex
 
 def _table(x):
     return jnp.reshape(x, (2, 2)) ** 3
-
-
-def _restructured(x):
-    """The model's parameters as the input: cut and join among the primitives."""
-    _, restructure = tp.ravel({"a": jnp.ones((2, 1)), "b": jnp.ones(2)})
-    model = restructure(x.astype(jnp.float32) ** 2)
-    return restructure.ravel(jax.tree.map(jnp.sin, model)).astype(x.dtype)
 
 
 def _of(f):
@@ -150,9 +142,8 @@ def test_it_is_the_trace(name):
     f = CASES[name]
     with enable_x64(True):
         got, want = jax.jit(lambda x: (nested.input_laplacian(_of(f), full=True)(None, x), _by_hessian(f, x)))(X)
-    tolerance = 1e-6 if name == "restructure" else 1e-11
     for each, by_hessian in zip(got, want, strict=True):
-        np.testing.assert_allclose(each, by_hessian, tolerance, tolerance)
+        np.testing.assert_allclose(each, by_hessian, 1e-11, 1e-11)
         assert jnp.shape(each) == jnp.shape(by_hessian)
 
 

@@ -63,10 +63,9 @@ def test_the_first_rule_that_matches_and_how_a_plan_prints():
     ]
 
 
-@pytest.mark.parametrize("form", ["tree", "stacks", "vector"])
-def test_no_value_is_read(form):
+@FORMS
+def test_no_value_is_read(form, rules):
     shapes = eqx.filter_eval_shape(lambda: ALL_TRAINED)
-    rules = {"**": "whole"} if form == "vector" else GROUPS if form == "stacks" else RULES
     plans = [
         plan_of(rules, shapes if ties is None else tp.layout(shapes, ties=ties), mesh, form=form)
         for ties in (None, {"head": "embed"})
