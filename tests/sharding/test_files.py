@@ -79,8 +79,8 @@ def test_where_a_file_needs_no_other_form_it_is_the_arrays_themselves():
         plan = sharding.plan(layout_of("vector", ""), mesh_of(8), {"**": "owned"}, form="stacks")
         init, step = sharding.make_step(loss, SCHEDULED, plan)
         params, state = init(model_of())
+        assert set(params) == set(tp.stack(model_of(), plan.layout)[0])
     assert step.to_file(params, state) == (params, state)
-    assert set(params) == set(tp.stack(model_of(), plan.layout)[0])
     rules = {("scale", "phase"): "whole", **SPLIT}
     vectors = [sharding.plan(plan.layout, mesh_of(count), rules, form="vector") for count in (3, 8)]
     assert [each.shapes().size for each in vectors] == [384, 256]  # over three devices it needs one
