@@ -1,4 +1,4 @@
-"""A small net and the rules that train it, over several devices."""
+"""A small net, meshes of several devices, and what Optax alone does on one."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,6 @@ import optax
 from jax.sharding import AxisType
 
 import treeparams as tp
-from treeparams import optim, sharding
 
 from .zoo import first_devices
 
@@ -45,32 +44,7 @@ def loss(model, x, y):
 
 
 ADAM = optax.adam(1e-2)
-RULES = {
-    "sgd": optax.sgd(0.05),
-    "momentum": optax.sgd(0.05, momentum=0.9),
-    "adam": ADAM,
-    "clip by Optax": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0, momentum=0.9)),
-    "clip": optax.chain(optim.clip_by_global_norm(0.1), ADAM),
-    "if finite": optax.apply_if_finite(ADAM, 3),
-    "every second step": optax.MultiSteps(
-        optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, 10)), every_k_schedule=2
-    ),
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "muon": optax.contrib.muon(1e-2),
-    "lamb": optax.lamb(1e-2),
-}
-OF_MATRICES = ("adafactor", "muon", "lamb")
 SPLIT = {"**": "split"}
-MIXED = {"layers": "owned", "**": "whole"}
-
-
-def started(tx=ADAM, rules=SPLIT, form="vector", mesh=None, *, of=loss, model=None, layout=None, **options):
-    """The plan, the step and its arguments."""
-    model = model_of() if model is None else model
-    layout = LAYOUT if layout is None else layout
-    plan = sharding.plan(layout, mesh or mesh_of(), rules, form=form)
-    init, step = sharding.make_step(of, tx, plan, **options)
-    return plan, step, *init(model)
 
 
 def by_optax(of, tx, params, batches):

@@ -12,7 +12,7 @@ import pytest
 import treeparams as tp
 from treeparams import matrices, optim
 
-from ..zoo import assert_close, assert_same, filled, flops
+from ..zoo import assert_close, assert_same, filled
 from .zoo import CODEC, TIED, Int8, int8, low_rank, normal, put, svd
 
 KEY = jax.random.key(1)
@@ -24,14 +24,6 @@ def net() -> eqx.nn.MLP:
 
 def squares(model: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(jax.vmap(model)(x) ** 2)
-
-
-def test_at_first_nothing_changes():
-    model, x = net(), normal(0, 5, 4)
-    changed = matrices.lora(model, eqx.nn.Linear, 2, key=KEY)
-    assert_same(*eqx.filter_jit(lambda *models: [jax.vmap(each)(x) for each in models])(changed, model))
-    assert [type(layer.weight) for layer in changed.layers] == [matrices.LowRank] * 2
-    assert all(leaf.dtype == jnp.float32 for leaf in tp.trainables(changed).values())
 
 
 def test_of_an_untouched_one_the_base_comes_back_bit_for_bit():
@@ -62,7 +54,7 @@ def test_a_trained_one_is_folded_in_and_gradients_pass_an_untouched_one():
 
 def test_the_base_is_the_same_after_steps_and_the_factors_are_not():
     model, x = net(), normal(2, 5, 4)
-    changed = matrices.lora(model, "layers.*.weight", 2, key=KEY)
+    changed = matrices.lora(model, eqx.nn.Linear, 2, key=KEY)  # biases, of one axis, stay
     layout = tp.layout(changed, matrices.LowRank)
     assert layout.paths == tuple(f"layers.{i}.weight.{factor}" for i in range(2) for factor in "ab")
     tx = optim.trainable(optax.adamw(1e-2), layout)
@@ -77,20 +69,6 @@ def test_the_base_is_the_same_after_steps_and_the_factors_are_not():
         assert layer.bias is old.bias
     moved = [not np.array_equal(a, b) for _, a, b in tp.biwalk(tuned, changed, trainable=layout)]
     assert moved == [True] * 4
-
-
-def test_the_base_costs_no_backward_work():
-    n, batch = 64, 64
-    layer = filled(eqx.nn.Linear, n, n, use_bias=False)
-    changed = matrices.lora(layer, "weight", 1, key=KEY)
-    layout = tp.layout(changed)
-    x = jnp.ones((batch, n))
-    forward = flops(lambda rest, x: squares(rest, x), eqx.filter(layer, eqx.is_array), x)
-    params, rest = tp.partition(changed, layout)
-    tuned = flops(lambda p, r, x: tp.value_and_grad(squares, layout)(tp.combine(p, r), x), params, rest, x)
-    full = flops(lambda layer, x: jax.value_and_grad(squares)(layer, x), layer, x)
-    assert full > 1.9 * forward
-    assert tuned < 1.2 * forward
 
 
 def test_random_factors_have_unit_columns_and_products_the_dtype_of_the_base():

@@ -1,6 +1,5 @@
 """What holds of every matrix: it acts as the array that it stands for; and what is refused, with what to write."""
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +15,7 @@ from treeparams import matrices
 
 from ..long import some
 from ..zoo import assert_close, enable_x64, filled, first_devices
-from .zoo import CODEC, IMPUTING, MATRICES, OWN, TIED, Circulant, int8, low_rank, normal, put, svd
+from .zoo import CODEC, IMPUTING, MATRICES, TIED, int8, low_rank, normal, put, svd
 
 KINDS = pytest.mark.parametrize("kind", MATRICES.values(), ids=MATRICES.keys())
 KEY = jax.random.key(0)
@@ -119,17 +118,11 @@ def test_vectors_and_batches_of_jax_and_of_numpy(batch: tuple[int, ...]):
         assert_close(got, want)
 
 
-LAYERS = {
-    "gru": (filled(eqx.nn.GRUCell, 4, 4), lambda layer, x: layer(x, x)),
-    "attention": (filled(eqx.nn.MultiheadAttention, 2, 4), lambda layer, x: layer(*[jnp.stack([x, -x])] * 3)),
-}
-
-
-@pytest.mark.parametrize(("layer", "call"), LAYERS.values(), ids=LAYERS.keys())
-def test_a_layer_that_holds_matrices_works_unchanged(layer: Any, call: Any):
+def test_a_layer_that_holds_matrices_works_unchanged():
+    layer = filled(eqx.nn.GRUCell, 4, 4)
     is_weight = lambda leaf: getattr(leaf, "ndim", 0) == 2
     kept = jax.tree.map(lambda leaf: low_rank(23, *leaf.shape) if is_weight(leaf) else leaf, layer)
-    each = lambda layer, xs: jax.vmap(functools.partial(call, layer))(xs)
+    each = lambda layer, xs: jax.vmap(layer)(xs, xs)
 
     @eqx.filter_jit
     def checked(kept: Any, xs: jax.Array) -> Any:
@@ -142,36 +135,11 @@ def test_a_layer_that_holds_matrices_works_unchanged(layer: Any, call: Any):
     assert all(np.any(np.asarray(leaf) != 0) for leaf in gradient.values())
 
 
-def random_composition(random: np.random.Generator, leaves: list[Any], depth: int, last: int) -> tuple[Any, Any]:
-    """A matrix, and in NumPy what it is composed to, of leaves and their entries; `last` chooses the last operation."""
-    if depth == 0:
-        return leaves[random.integers(len(leaves))]
-    parts = [random_composition(random, leaves, depth - 1, random.integers(7)) for _ in range(2)]
-    (first, dense), (second, other) = parts
-    composed = (
-        (first @ second, dense @ other),
-        (first + second, dense + other),
-        (first - second, dense - other),
-        (first.T, dense.T),
-        (-first, -dense),
-        (first / 2, dense / 2),
-        (put(3)[0] * first, 3 * dense),
-    )
-    return composed[last]
-
-
-def test_random_compositions():
-    assert len(OWN["code"].strip().splitlines()) <= 25  # so many lines does a matrix of a user's own take
-    random = np.random.default_rng(0)
-    kept = [low_rank(1, 2, 2), matrices.Orthogonal(normal(2, 1, 2)), Circulant(normal(4, 2))]
-    entries = jax.jit(lambda each: [matrix.to_dense() for matrix in each])(kept)
-    leaves = [(matrix, np.asarray(dense, np.float64)) for matrix, dense in zip(kept, entries, strict=True)]
-    composed, x = [random_composition(random, leaves, 2, last) for last in range(7)], normal(25, 2)
-    results = lambda each: [(matrix.to_dense(), matrix @ x, x @ matrix) for matrix in each]
-    got = jax.jit(results)([matrix for matrix, _ in composed])
-    want = [(dense, dense @ x, x @ dense) for _, dense in composed]
-    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.max(abs(theirs)))
+def test_sums_multiples_and_products_are_those_of_the_entries():
+    of_each = lambda a, b, c: [a + b, a - b, a @ c, -a, a / 2, put(3)[0] * a, a.T]
+    given = low_rank(1, 2, 3), low_rank(2, 2, 3), low_rank(3, 3, 2)
+    entries = jax.jit(lambda *each: [matrix.to_dense() for matrix in each])
+    assert_close(entries(*of_each(*given)), of_each(*entries(*given)))
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -187,24 +155,14 @@ def test_which_parameters_and_dtype_a_matrix_of_matrices_has():
     assert_close(*jax.jit(lambda matrix: (matrix.T @ x, matrix.to_dense().T @ x))(imaginary))
 
 
-def test_it_prints_its_shape_and_its_parameters():
-    weight = svd(0, 2, 3)
-    assert "v=Orthogonal(shape=(3, 3), vectors=f32[2,3])" in repr({"layer": weight})
-    mask = tp.layout(weight).mask  # a matrix with bools in place of its arrays
-    assert "Orthogonal(shape=None, vectors=True)" in repr(mask)
-
-
 def test_to_lineax_and_back():
     matrix, b = low_rank(28, 3, 3), normal(31, 3)
 
     @jax.jit
     def checked(matrix: Any) -> Any:
         operator, dense = matrices.to_lineax(matrix), matrix.to_dense()
-        solved = lambda matrix: lineax.linear_solve(matrices.to_lineax(matrix), b).value
-        of_dense = lambda matrix: jnp.linalg.solve(matrix.to_dense(), b)
-        results = lambda solve: (solve(matrix), tp.grad(lambda matrix: jnp.sum(solve(matrix)))(matrix))
-        got = operator.as_matrix(), operator.mv(b), operator.transpose().mv(b), results(solved)
-        return got, (dense, dense @ b, b @ dense, results(of_dense))
+        got = operator.as_matrix(), operator.mv(b), operator.transpose().mv(b), lineax.linear_solve(operator, b).value
+        return got, (dense, dense @ b, b @ dense, jnp.linalg.solve(dense, b))
 
     assert_close(*checked(matrix), 1e-3)
     tagged = matrices.to_lineax(matrix, lineax.positive_semidefinite_tag)
@@ -242,19 +200,11 @@ def test_a_batch_that_is_spread_over_devices(name: str):
         return y, *pull(jnp.cos(y))
 
     want, products = jax.jit(results)(matrix, x), lambda *args: (results(*args)[0], results(*args)[2])
-    several = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), matrix)
     with jax.set_mesh(mesh):
         of_mesh, of_x = jax.device_put(matrix, whole), jax.device_put(x, split)
         assert_close(jax.jit(results)(of_mesh, of_x), want)
         in_map = jax.shard_map(products, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
         assert_close(jax.jit(in_map)(of_mesh, of_x), (want[0], want[2]))
-        if name != "svd":
-            return
-        # Each device has a matrix of its own, and all of the batch.
-        own = lambda several, x: x @ jax.tree.map(lambda leaf: leaf[0], several).T
-        in_map = jax.shard_map(own, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
-        got = jax.jit(in_map)(jax.device_put(several, split), jax.device_put(x, whole))
-        assert_close(got, np.concatenate([want[0], want[0]]))
 
 
 TWO, X = put([1, 2], [3, 4]), np.asarray(normal(2, 4, 5))
@@ -262,53 +212,37 @@ TWO, X = put([1, 2], [3, 4]), np.asarray(normal(2, 4, 5))
 # -- What is no array --------------------------------------------------------------------------------------------------
 
 
-def within(layer: Any, *shape: int) -> Any:
-    of = lambda w: lambda x: eqx.tree_at(lambda layer: layer.weight, layer, w)(x)
-    return lambda w: jax.eval_shape(of(w), jax.ShapeDtypeStruct(shape, jnp.float32))
-
-
 OF_ENTRIES = {
     "index": lambda m: m[0],
     "iterate": lambda m: list(m),
-    "numpy.array": lambda m: np.array(m),
     "plus": lambda m: m + TWO,
     "from an array": lambda m: np.ones((2, 2)) - m,
     "compare": lambda m: m < 1,
-}
-OF_A_MATRIX = OF_ENTRIES | {
     "numpy.asarray": lambda m: np.asarray(m),
-    "numpy.dot": lambda m: np.dot(m, np.ones(2)),
     "times": lambda m: m * np.ones(2),
-    "elementwise times": lambda m: m * m,
     "divide": lambda m: m / put(1, 1),
     "power": lambda m: m**2,
-    "abs": abs,
 }
 OF_A_CONSTRAINT = OF_ENTRIES | {
     "to an array": lambda w: TWO + w,
-    "by": lambda w: np.ones(2) / w,
-    "negative": lambda w: -w,
     "product": lambda w: w @ TWO,
     "product from the left": lambda w: TWO @ w,
     "product from the left with NumPy's": lambda w: np.ones((2, 2)) @ w,
     "with a matrix": lambda w: svd(0, 2, 2) @ w,
-    "float": float,
     "jax.numpy": lambda w: jnp.exp(w),
     "where": lambda w: jnp.where(TWO > 1, w, TWO),
     "numpy.sum": lambda w: np.sum(w),
     "shape": lambda w: w.shape,
-    "Linear": within(filled(eqx.nn.Linear, 2, 2), 2),
-    "GroupNorm": within(eqx.nn.GroupNorm(1, 2), 2, 2),
-    "Conv1d": within(filled(eqx.nn.Conv1d, 2, 3, 2), 2, 2),
+    "Linear": lambda w: eqx.tree_at(lambda layer: layer.weight, filled(eqx.nn.Linear, 2, 2), w)(put(1, 2)),
 }
 TO_DENSE = r"needs an array, which SVD is not: call M\.to_dense\(\) first"
 MATERIALISE = r"Positive .*call matrices\.materialise\(model\) first"
 
 
-@pytest.mark.parametrize("name", OF_A_MATRIX)
+@pytest.mark.parametrize("name", OF_ENTRIES)
 def test_what_needs_all_entries_of_a_matrix_says_so(name: str):
     with pytest.raises(TypeError, match=TO_DENSE):
-        OF_A_MATRIX[name](svd(0, 2, 2))
+        OF_ENTRIES[name](svd(0, 2, 2))
 
 
 @pytest.mark.parametrize("name", OF_A_CONSTRAINT)
@@ -339,9 +273,8 @@ def make(kind: str) -> Any:
 
 COMPLEX = ones(2, 2, dtype=np.complex64)
 NO_PARAMETER, NO_REAL = "a parameter must be floating or complex, got int", "expected real numbers, got complex64"
-NO_ARRAY, NO_BASE = "expected an array, got ", "a LowRank cannot have a PreImputing in its base"
+NO_BASE = "a LowRank cannot have a PreImputing in its base"
 SQUARE = r"only a square matrix has {}, and this SVD has shape \({}\)"
-OF_PAIRS = lineax.IdentityLinearOperator(jax.ShapeDtypeStruct((2, 2), jnp.float32))
 M, PRE, ONES = svd(0, 2, 3), matrices.PreImputing(normal(50, 3, 3), normal(51, 3)), ones(2, 3)
 REFUSED = [
     # Any matrix.
@@ -349,56 +282,36 @@ REFUSED = [
     (lambda: M + svd(1, 2, 2), r"M \+ N: the shapes \(2, 3\) and \(2, 2\) differ"),
     (lambda: M @ ones(2), r"M @ x: M is a SVD of shape \(2, 3\), so x must have shape \(3,\) or"),
     (lambda: ones(2, 3) @ M, r"x @ M: .* shape \(2,\) or \(\.\.\., 2\), got \(2, 3\)"),
-    (lambda: M @ put(2)[0], r"got \(\)"),
-    (lambda: M @ [1.0, 2.0, 3.0], "unsupported operand"),
-    (lambda: [1.0, 2.0] @ M, "unsupported operand"),
     (lambda: np.exp(M), "does not support ufuncs"),
     (lambda: jnp.asarray(M), "SVD"),
     (lambda: matrices.from_lineax(M), "expected a lineax operator, got SVD"),
-    (lambda: matrices.from_lineax(OF_PAIRS), r"between vectors, but Identity.* takes ShapeDtypeStruct\(shape=\(2, 2"),
     # A decomposition, reflections and rotations.
     (lambda: M.inv(), SQUARE.format("an inverse", "2, 3")),
-    (lambda: svd(0, 3, 2).solve(ones(3)), SQUARE.format("an inverse", "3, 2")),
     (lambda: M.logdet(), SQUARE.format("a determinant", "2, 3")),
-    (lambda: svd(0, 3, 2).slogdet(), SQUARE.format("a determinant", "3, 2")),
     (lambda: matrices.SVD(svd(0, 3, 3).u, ones(2), svd(0, 3, 3).v), r"d of shape \(3,\) for u of .* got \(2,\)"),
     (lambda: matrices.Orthogonal(COMPLEX), NO_REAL),
-    (lambda: matrices.SVD.from_dense(COMPLEX), NO_REAL),
     (lambda: matrices.Orthogonal(ones(1, 3, dtype=np.int32)), NO_PARAMETER + "32"),
-    (lambda: matrices.Orthogonal(ones(3)), r"expected vectors of shape \(reflections, n\), got \(3,\)"),
     (lambda: matrices.Givens(ones(1, 3), 5), r"expected angles of shape \(layers, 2\) for n=5, got \(1, 3\)"),
-    (lambda: matrices.Givens(ones(2), 5), r"expected angles of shape \(layers, 2\) for n=5, got \(2,\)"),
     (lambda: matrices.SVD.random(2, 2, key=KEY, kind="fft"), 'be "householder" or "givens", got \'fft\''),
     (lambda: matrices.SVD.random(-1, 2, key=KEY), "the sizes of a random matrix must be at least 0, got m=-1, n=2"),
-    (lambda: matrices.SVD.random(3, 3, key=KEY, reflections=-1), "at least 0, got n=3, reflections=-1"),
-    (lambda: matrices.Givens.random(3, key=KEY, layers=-2), "at least 0, got n=3, layers=-2"),
     # Of missing data.
     (lambda: matrices.PostImputing(ONES, ones(3)), r"of a PostImputing .* per output: expected shape \(2,\) for"),
     (lambda: matrices.PreImputing(ONES, ones(3, 1)), r"per input: .* \(3,\) .* shape \(2, 3\), got \(3, 1\)"),
     (lambda: matrices.PreImputing(ONES, jnp.arange(3)), NO_PARAMETER + "32"),
-    (lambda: matrices.PreImputing(ONES, 0.0), NO_ARRAY + "float"),
     (lambda: make("pre").matmul(X, missing=X[0] > 0), r"shape \(4, 5\) for x of shape \(4, 5\), got \(5,\)"),
     (lambda: make("post").matmul(X, missing=X[:, 0] > 0), r"\(4, 5\) or \(5,\) for x of .* got \(4,\)"),
-    (lambda: make("post").matmul(X[:, 0], missing=X[0, :1] > 0), r"\(4,\) or \(\) for x of .* got \(1,\)"),
     (lambda: make("pre").matmul(X, missing=ones(4, 5, dtype="i")), "of bools, True where x is missing, got int32"),
-    (lambda: make("pre").matmul([1.0, 2.0, 3.0, 4.0]), NO_ARRAY + "list"),
-    (lambda: make("pre").matmul(X.T, missing=X.T > 0), r"M @ x: M is a PreImputing of shape \(3, 4\), .* got \(5, 4\)"),
     (lambda: jax.tree.map(lambda leaf: leaf[None], make("pre")).matmul(X, missing=X > 0), "is an ensemble of matrices"),
     # Of low rank.
     (lambda: matrices.LowRank(ONES, ONES[:, :1], ONES), r"\(2, rank\) and \(rank, 3\) .* got \(2, 1\) and \(2, 3\)"),
     (lambda: matrices.LowRank.random(ONES, 0, key=KEY), "the rank of a change must be at least 1, got 0"),
     (lambda: matrices.LowRank(ONES, 1j * ONES[:, :1], 1j * ONES[:1]), "factors are complex, but the base is float32"),
-    (lambda: matrices.LowRank([[1.0]], ONES, ONES), NO_ARRAY + "list"),
-    (lambda: matrices.LowRank(ONES[0], ONES, ONES), r"expected a matrix, got an array of shape \(3,\)"),
-    (lambda: matrices.LowRank(ONES, ONES.astype(np.int32), ONES), NO_PARAMETER + "32"),
+    (lambda: matrices.LowRank([[1.0]], ONES, ONES), "expected an array, got list"),
     (lambda: matrices.LowRank.random(2 * PRE.T, 1, key=KEY), NO_BASE + ": .* NaN "),
     # Constrained arrays.
     (lambda: matrices.Positive(put(1, -2)), r"Positive accepts finite numbers .* got -2 at index \[1\].*jnp.abs\(w\)"),
     (lambda: matrices.Positive(put(0)[0]), r"at least 1.18e-38, got 0. Write"),
     (lambda: matrices.Positive(put(np.inf)), "finite numbers.*got inf"),
-    (lambda: matrices.Positive(put(np.nan)), "got nan"),
-    (lambda: matrices.Positive([1.0]), NO_ARRAY + "list"),
-    (lambda: matrices.Positive(ones(2, dtype=int)), NO_PARAMETER),
     (lambda: matrices.Positive(ones(2, dtype=np.complex64)), NO_REAL),
 ]
 
@@ -413,26 +326,17 @@ def test_what_does_not_fit(use: Any, message: str):
 # -- What cannot be changed by a low rank ------------------------------------------------------------------------------
 
 
-class Holds(eqx.Module):
-    weight: Any = tp.field(trainable=False)
-
-
 SQUARES = int8(4, 2, 2)
 UNCHANGED = [
     (filled(eqx.nn.Conv1d, 1, 2, 3), "weight", r"'weight' has shape \(2, 1, 3\)\. Leave out .* a convolution"),
     ({"w": low_rank(3, 2, 2)}, "w.a", r"'w.a' is a part of 'w', a LowRank, .* as a whole: select all of it, or"),
-    ({"w": svd(3, 2, 2)}, "w.u", r"'w.u.vectors' is a part of 'w', a SVD, which is changed as a whole"),
-    (low_rank(3, 2, 2), "a", "'a' is a part of a LowRank, which is changed as a whole"),
     ({"w": matrices.Positive(np.ones((2, 2)))}, "w.raw", r"'w.raw' is a part of 'w', a Positive, whose constraint"),
     ({"w": 2 * PRE}, "w", NO_BASE),
     (jax.tree.map(lambda leaf: np.stack([leaf, leaf]), {"w": int8(0, 2, 2)}), "w", r"'w' has shape \(2, 2, 2\)"),
-    (Holds(int8(0, 2, 2)), "weight", "'weight' is declared frozen"),
     ({"w": SQUARES, "t": SQUARES.T}, "**", "'w.scale' and 't.matrix.scale' are one array in matrices that differ"),
     ({"w": SQUARES, "t": SQUARES}, "w", "'t.scale' and 'w.scale' are one array, but 'w' selects only the latter"),
     (TIED, "one", "'same' and 'one' are one array, but 'one' selects only the latter: select both"),
-    (CODEC, "same", "'one' and 'same' are one array, but 'same' selects only the latter"),
     (CODEC, "encoder", "'decoder' and 'encoder' are tied through a transform, which a low-rank"),
-    (CODEC, ("encoder", "decoder"), "'decoder' and 'encoder' are tied through a transform"),
     (CODEC, "frozen", "'frozen' is declared frozen"),
 ]
 

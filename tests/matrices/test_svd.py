@@ -1,6 +1,5 @@
 """Reflections, rotations, and the decomposition made of them."""
 
-import itertools
 import math
 from typing import Any
 
@@ -91,34 +90,6 @@ def test_layers_of_rotations():
     assert matrices.Givens(angles, 5).slogdet() == matrices.Givens(angles, 5).T.slogdet() == (1, 0)
 
 
-@pytest.mark.usefixtures("standard_promotion")
-def test_after_a_thousand_steps_rotations_reach_any_rotation_and_factors_are_orthogonal():
-    tx = optim.trainable(optax.adam(0.03))
-    start = [matrices.Givens(normal(0, 3, 1), 3), svd(0, 4, 4)]
-    reflection = lambda v: np.eye(3) - 2 * np.outer(v, v) / (v @ v)
-    one, other = map(reflection, np.asarray(normal(5, 2, 3)))
-    targets = [np.float32(one @ other), normal(6, 4, 4)]
-    errors = lambda model: [
-        jnp.sum((each.to_dense() - target) ** 2) for each, target in zip(model, targets, strict=True)
-    ]
-
-    def step(carry: Any, _: None) -> tuple[Any, None]:
-        model, state = carry
-        return optim.step(tx, tp.grad(lambda model: sum(errors(model)))(model), state, model), None
-
-    @jax.jit
-    def trained(model: Any) -> Any:
-        after, _ = jax.lax.scan(step, (model, tx.init(model)), None, 1000)[0]
-        return after, errors(after), errors(model), (after[1].u.to_dense(), after[1].v.to_dense())
-
-    (_, after), (of_rotations, of_svd), (_, at_first), factors = trained(start)
-    assert of_rotations < 1e-4
-    assert of_svd < 1e-2 * at_first
-    for q, old, dense in zip((after.u, after.v), (start[1].u, start[1].v), factors, strict=True):
-        assert not np.allclose(q.vectors, old.vectors, atol=0.5)
-        np.testing.assert_allclose(dense @ dense.T, np.eye(4), atol=1e-5)
-
-
 # -- The decomposition
 
 
@@ -188,9 +159,9 @@ def test_the_inverse_is_tied_to_the_original():
 
 
 def test_random_ones_of_a_dtype():
-    for kind, dtype in itertools.product(("householder", "givens"), (jnp.bfloat16, jnp.float16, None)):
-        made = jax.eval_shape(lambda: matrices.SVD.random(3, 4, key=KEY, kind=kind, dtype=dtype))  # noqa: B023
-        assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype(dtype or jnp.float32)}
+    for kind in ("householder", "givens"):
+        made = jax.eval_shape(lambda: matrices.SVD.random(3, 4, key=KEY, kind=kind, dtype=jnp.bfloat16))  # noqa: B023
+        assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -48,16 +48,15 @@ def composed(seed: int, m: int, n: int) -> Any:
 
 
 def page(name: str, part: str) -> dict[str, Any]:
-    """The names that one block of a page makes, the first with this part, and its `code`."""
+    """The names that one block of a page makes, the first with this part."""
     text = (pathlib.Path(__file__).parents[2] / "docs" / "pages" / "how-to" / name).read_text()
     code = next(block.code for block in blocks(text) if part in block.code)
-    made = {"__name__": "page", "jax": jax, "jnp": jnp, "matrices": matrices, "code": code}
+    made = {"__name__": "page", "jax": jax, "jnp": jnp, "matrices": matrices}
     exec(code, made)
     return made
 
 
-OWN = page("own-matrix.md", "class Circulant")
-Circulant = OWN["Circulant"]
+Circulant = page("own-matrix.md", "class Circulant")["Circulant"]
 Int8 = page("matrices.md", "class Int8")["Int8"]
 
 

@@ -1,7 +1,5 @@
 """Derivatives in the input, of a point or a batch, are those of JAX, and their gradients reach everything."""
 
-import warnings
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import nested
 
-from ..long import some
 from ..zoo import ZOO, Specimen, assert_close, enable_x64, filled, first_devices, flops, inexact_leaves
 
 
@@ -79,8 +76,7 @@ def of_samples(outputs):
 
 X, T = np.array([[0.3, -0.2, 0.5], [1.0, 0.4, -0.7]]), np.array([0.7, -1.1])
 POINT, SAMPLES = (X[0], T[0]), np.random.default_rng(1).normal(size=(7, 3))
-LONG = ("bf16 with f32", "functions and static fields", "prng keys")
-OF_ZOO = ("ints and bools", "complex", "transposed tie", *LONG)
+OF_ZOO = ("ints and bools", "complex", "transposed tie")
 of_energy, of_mlp = Specimen(energy), Specimen(lambda: filled(eqx.nn.MLP, 3, 5, 4, 1, jnp.tanh))
 of_array = lambda value: Specimen(lambda: jnp.asarray(value))
 CASES = {  # ours, JAX's, the model and the other arguments
@@ -95,10 +91,6 @@ CASES = {  # ours, JAX's, the model and the other arguments
     "a bound method": (
         nested.input_gradient(lambda f, x, t: f(x, t)), jax.grad(lambda f, x, t: f(x, t), 1),
         Specimen(lambda: energy().total), POINT,
-    ),
-    "a partial": (
-        nested.input_gradient(lambda f, x, t: f(x, t)), jax.grad(lambda f, x, t: f(x, t), 1),
-        Specimen(lambda: jax.tree_util.Partial(Energy.total, energy())), POINT,
     ),
     "a closure": (in_closure, jax.grad(total, 1), of_energy, POINT),
     "trees": (
@@ -131,7 +123,7 @@ CASES = {  # ours, JAX's, the model and the other arguments
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(CASES, LONG))
+@pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_jax(name):
     """In the parameters and all that is beside them; of a gradient the second derivatives too."""
     ours, by_jax, specimen, args = CASES[name]
@@ -148,7 +140,7 @@ def test_values_and_gradients_are_those_of_jax(name):
             return (found, nested.hvp(loss, rest.layout)(model, direction, *args)) if name == "gradient" else found
 
         got, want = jax.jit(lambda params, args: [everything(ours), everything(by_jax)])(params, args)
-        assert_close(got, want, {"bf16 with f32": 1e-2}.get(name, 1e-5 if name in OF_ZOO else 1e-11))
+        assert_close(got, want, 1e-5 if name in OF_ZOO else 1e-11)
     assert all(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(want[1][0])[:1])
 
 
@@ -174,17 +166,6 @@ def test_derivatives_nested_in_each_other_call_the_function_once_and_may_choose_
 # -- What they cost ----------------------------------------------------------------------------------------------------
 
 
-def test_they_cost_what_jax_costs_by_itself():
-    model, x = {"w": jnp.eye(8)}, jnp.ones((5, 8))
-
-    def recurrent(model, x):
-        return jax.lax.scan(lambda state, each: (jnp.tanh(model["w"] @ state + each), None), jnp.zeros(8), x)[0]
-
-    of = lambda f: jax.grad(lambda model, x: jnp.sum(f(model, x) ** 2))
-    ours, plain = of(nested.input_jacobian(recurrent)), of(jax.jacrev(recurrent, 1))
-    assert flops(ours, model, x) <= 1.01 * flops(plain, model, x)
-
-
 @pytest.mark.parametrize(("sizes", "derivative"), [((2, 64), jax.jacfwd), ((64, 2), jax.jacrev)])
 def test_operations_are_those_of_the_fewer_sweeps(sizes, derivative):
     """Of a batch, those of the better `vmap` over a function of one sample."""
@@ -202,17 +183,14 @@ def test_what_is_frozen_costs_nothing():
     params, rest = tp.partition(mlp, layout)
     slopes = lambda of: lambda model, x: jnp.sum(jax.vmap(of, (None, 0))(model, x) ** 2)
 
-    def by_hand(params, rest, x):
-        of = lambda params, x: jax.grad(lambda x: tp.combine(params, rest)(x))(x)
-        return jax.grad(slopes(of))(params, x)
-
     def of(trainable):
         grad = tp.grad(slopes(nested.input_gradient(lambda model, x: model(x))), trainable)
         return flops(lambda params, rest, x: grad(tp.combine(params, rest), x), params, rest, x)
 
-    assert of(layout) <= min(1.005 * flops(by_hand, params, rest, x), 0.5 * of(None))
+    assert of(layout) <= 0.5 * of(None)
 
 
+@pytest.mark.filterwarnings("ignore:nested.input_laplacian has no rule")
 def test_within_a_shard_map_that_checks_what_varies():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=first_devices(4))
     w, x = jnp.arange(6.0).reshape(3, 2) / 7, jnp.linspace(-1.0, 1.0, 16).reshape(8, 2)
@@ -229,10 +207,8 @@ def test_within_a_shard_map_that_checks_what_varies():
             [batch(nested.input_laplacian(f))(w, x) for f in (wide, loop)],
         )
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "nested.input_laplacian has no rule")
-        sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d")))
-        assert_close(sharded(w, x), jax.jit(run)(w, x))
+    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d")))
+    assert_close(sharded(w, x), jax.jit(run)(w, x))
 
 
 # -- Whether a function mixes the samples of a batch -------------------------------------------------------------------
@@ -285,26 +261,18 @@ def test_mixing_is_seen_sample_by_sample_and_in_every_dtype():
 
 
 times, pair, ONES = (lambda w, x: w * x), (lambda w, x: (x, x)), np.ones(2, np.float32)
-ints = lambda w, x: jnp.argmax(x)
 NO_ARRAY, NO_CHUNK = ("expected f to return a real floating array, got tuple", "chunk must be a whole number of sweeps")
 ERRORS = [
     (lambda: nested.input_gradient(times)(ONES, ONES), TypeError, r"a scalar, got float32\[2\]; use nested.input_jaco"),
-    (lambda: nested.input_gradient(ints)(ONES, ONES), TypeError, r"return a real floating array, got int32\[\]"),
     (lambda: nested.input_gradient(pair)(ONES, ONES), TypeError, NO_ARRAY),
-    (lambda: nested.input_gradient(times)(ONES, jnp.arange(2)), TypeError, r"x to be floating, got int32\[2\]; con"),
     (lambda: nested.input_gradient(times)(ONES, {"a": [jnp.arange(2)]}), TypeError, r"got int32\[2\] at 'a.0'; conver"),
     (lambda: nested.input_jacobian(times)(ONES, {"x": ONES}), TypeError, "array for x, got dict; for trees use nested"),
     (lambda: nested.input_jacobian(times)(ONES, ONES.astype(complex)), TypeError, "x to be real and floating, got"),
-    (lambda: nested.input_jacobian(pair)(ONES, ONES), TypeError, NO_ARRAY),
     (lambda: nested.input_jacobian(times, chunk=0)(ONES, ONES), ValueError, NO_CHUNK),
     (lambda: nested.input_jacobian(times, batched="yes"), ValueError, "batched must be True, False or 'check', go"),
     (lambda: of_batch(jnp.sum)(XS), ValueError, r"\(batch, ...\) to \(batch, ...\), got shapes \(7, 3\) and \(\)"),
     (lambda: of_batch(lambda x: x[0])(XS), ValueError, r"got shapes \(7, 3\) and \(3,\)"),
-    (lambda: of_batch(jnp.sin)(1.0), ValueError, r"got shapes \(\) and \(\)"),
-    (lambda: of_batch(jnp.sin)(jnp.arange(3)), TypeError, "expected x to be real and floating, got int32"),
-    (lambda: of_batch(lambda x: (x,))(XS), TypeError, NO_ARRAY),
     (lambda: jax.jit(of_batch(jnp.sin, batched="check"))(XS), TypeError, "batched='check' needs values: use it only"),
-    (lambda: of_batch(jnp.sin, chunk=0)(XS), ValueError, NO_CHUNK),
 ]  # fmt: skip
 
 

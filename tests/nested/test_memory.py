@@ -73,15 +73,6 @@ def test_a_jacobian_holds_nothing_larger_than_itself_or_a_chunk(name, chunk):
         assert chunk * outputs * n / 2 < largest <= chunk * outputs * n
 
 
-def test_chunks_bound_the_memory_of_the_compiled_program():
-    def temporary(chunk):
-        of = jax.jit(lambda model, xs: nested.parameter_jacobian(several, chunk=chunk)(model, xs))
-        return of.lower(WIDE, SAMPLES).compile().memory_analysis().temp_size_in_bytes
-
-    rows = 2 * 4000 * 4
-    assert temporary(5) < 3 * 5 * rows < temporary(None)
-
-
 XS = jax.device_put(np.sin(np.arange(36, dtype=np.float32)).reshape(12, 3))
 
 
@@ -104,13 +95,11 @@ def test_samples_over_devices():
     def run(own, others, model, waves, axis_name):
         kernel = lambda *samples, **options: nested.kernel(net, LAYOUT, axis_name=axis_name, **options)(model, *samples)
         of_pairs = nested.kernel(phases, mode="complex", chunk=2, axis_name=axis_name)(waves, own)
-        of_index = lambda model, i: net(model, own[i])
         return (kernel(own, chunk=2), kernel(own, others), of_pairs), (
             nested.parameter_jacobian(net, LAYOUT, chunk=2)(model, own),
             nested.parameter_jacobian(phases, mode="complex", chunk=1)(waves, own),
             nested.per_example_gradients(loss, LAYOUT, flat=True, chunk=2)(model, own),
             nested.parameter_jacobian(many, "b", chunk=2)(waves, own),
-            nested.parameter_jacobian(of_index, LAYOUT)(model, jnp.arange(len(own))),
         )
 
     within = lambda *args: run(*args, "d")
@@ -125,9 +114,8 @@ def test_samples_over_devices():
         assert all(np.array_equal(each, first) for each in rest)
 
 
-@pytest.mark.parametrize("axes", ["d", ("d", "e")], ids=["one of them", "both"])
-def test_a_kernel_over_a_mesh_of_two_axes(axes):
-    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2, devices=first_devices(4))
+def test_a_kernel_over_two_axes_of_a_mesh():
+    mesh, axes = jax.make_mesh((2, 2), ("d", "e"), (AxisType.Auto,) * 2, devices=first_devices(4)), ("d", "e")
     of = lambda axis_name: lambda model, xs: nested.kernel(net, LAYOUT, axis_name=axis_name)(model, xs)
     sharded = jax.shard_map(of(axes), mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
     assert_close(*jax.jit(lambda *args: (sharded(*args), of(None)(*args)))(MODEL, XS))

@@ -77,6 +77,8 @@ def of_tpus():
 
 SIZE = sum(leaf.size * 4 for leaf in jax.tree.leaves(jax.eval_shape(make)))
 SCAN = {"form": "stacks", "loss_takes": "form"}
+MUON = optim.per_leaf(optax.contrib.muon(1e-3))
+OWNED = {"embed": "whole", "head": "whole", "**": "owned"}
 # In sizes of the parameters: what is moved, and temporary memory. Plain jax.jit with the two constraints: 1.52, 0.207.
 # Plain jax.jit of stacked layers with the constraint in the body of a scan: 1.99.
 ON_TPU = {
@@ -87,6 +89,7 @@ ON_TPU = {
     "tree, bfloat16": ({"compute_dtype": jnp.bfloat16}, 1.01, 0.42),
     "stacks, scanned, bfloat16": (SCAN | {"compute_dtype": jnp.bfloat16}, 1.5, 0.1),
     "tree, pieces": ({"microbatches": 2}, 2.52, 0.21),
+    "stacks, matrices to their owners and back": ({"form": "stacks", "rules": OWNED, "tx": MUON}, 3, jnp.inf),
 }
 
 
@@ -96,12 +99,6 @@ def test_what_a_step_moves_over_eight_tpus(name):
     program = compiled(of_tpus(), **options)
     assert moved(program).bytes <= most * SIZE
     assert program.memory_analysis().temp_size_in_bytes <= temporary * SIZE
-
-
-def test_matrices_go_to_their_owners_and_back():
-    muon = optim.per_leaf(optax.contrib.muon(1e-3))
-    found = moved(compiled(of_tpus(), "stacks", {"embed": "whole", "head": "whole", "**": "owned"}, muon))
-    assert found.bytes <= 3 * SIZE
 
 
 @pytest.mark.parametrize("form", ["tree", "stacks", "vector"])
@@ -132,4 +129,3 @@ def test_what_the_counter_reads():
     f = jax.jit(lambda x: jax.lax.scan(center, x, length=3)[0], in_shardings=batch, out_shardings=batch)
     found = moved(f.lower(jax.ShapeDtypeStruct((64, 1000), jnp.float32)).compile())
     assert found == (24_000, {"all-reduce": 3})
-    assert tp.layout(jax.eval_shape(make)).nbytes == SIZE

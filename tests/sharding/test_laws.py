@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import optim, sharding
 
-from ..long import LONG, some
-from ..nets import AUTO, EXPLICIT, by_optax, mesh_of, two_axes
+from ..long import some
+from ..nets import EXPLICIT, by_optax, mesh_of, two_axes
 from ..zoo import enable_x64, filled
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -26,15 +26,17 @@ MASK = (DRAW.random((16, 4)) < np.linspace(0.1, 0.9, 16)[:, None]).astype(float)
 
 @functools.cache
 def model_of():
-    """Layers, a frozen leaf, complex ones, a tie, a tie by a transpose, and what is no parameter."""
+    """Layers, a frozen leaf, complex ones, a tie, one by a transpose, and what is no parameter; 240 real ones train."""
     draw = np.random.default_rng(1)
     matrix = lambda *shape: jnp.asarray(draw.normal(size=shape) / 2)
     shared, turned = matrix(8, 8), matrix(8, 8)
     return {
         "f": jnp.tanh,
         "first": shared,
+        "key": jax.random.key(1),
         "last": shared,
         "layers": [{"b": matrix(8), "w": matrix(8, 8)}, {"b": matrix(8), "w": turned}],
+        "n": 3,
         "name": "net",
         "out": matrix(8, 4),
         "phase": jnp.asarray(np.exp(1j * np.arange(8))),
@@ -103,18 +105,16 @@ WAYS = {  # form, rules, mesh and its axes: how parameters lie
     "replicas": ("stacks", OWNED, two_axes(("replica", "fsdp")), REPLICAS),
 }
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+SCHEDULED = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, 9))
 RULES = {
-    "adam": (ADAM, tuple(WAYS)),
-    "momentum": (optax.sgd(0.01, momentum=0.9), ("vector, explicit", "tree", "replicas")),
-    "every second step": (
-        optax.MultiSteps(optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, 9)), 2),
-        ("stacks, owned", "tree, some whole"),
-    ),
-    "if finite": (optax.apply_if_finite(optax.adam(1e-2), 3), ("vector", "stacks, one shape in many ways")),
-    "prodigy": (optax.contrib.prodigy(1.0), ("stacks", "vector")),
-    "muon": (optax.contrib.muon(1e-2), ("stacks, one shape in many ways", "tree", "stacks, owned", "replicas")),
-    "adafactor": (optax.adafactor(1e-2, min_dim_size_to_factor=4), ("stacks, owned by two", "stacks", "stacks, owned")),
-    "lamb": (optax.lamb(1e-2), ("tree, some whole", "stacks, owned")),
+    "adam": ADAM,
+    "momentum": optax.sgd(0.01, momentum=0.9),
+    "every second step": optax.MultiSteps(SCHEDULED, 2),
+    "if finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "prodigy": optax.contrib.prodigy(1.0),
+    "muon": optax.contrib.muon(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lamb": optax.lamb(1e-2),
 }
 OF_LEAVES = ("muon", "adafactor", "lamb")
 
@@ -129,12 +129,12 @@ def on_one_device(loss, rule, form, pieces):
         model = tp.combine(params, rest)
         return sum(LOSSES[loss](model, *(cut(array, i) for array in batch)) for i in range(pieces)) / pieces
 
-    after, values = by_optax(of, RULES[rule][0], params, [BATCHES[loss]] * 2)
+    after, values = by_optax(of, RULES[rule], params, [BATCHES[loss]] * 2)
     return values, tp.trainables(tp.combine(after[-1], rest), rest.layout)
 
 
 # Each loss and rule at least once in each run, and each way but two that test_files and test_scan have. What a loss is
-# depends neither on the rule nor on where arrays lie: each loss in each way, each rule in several, are left to --long.
+# depends neither on the rule nor on where arrays lie: each loss, and each rule, in each way are left to --long.
 USUAL = {
     "tree": ("contrastive", "adam", 2),
     "tree, some whole": ("masked", "lamb", 1),
@@ -146,7 +146,7 @@ USUAL = {
     "replicas": ("of statistics", "momentum", 1),
 }
 OTHERS = dict.fromkeys((loss, "adam", way, 1) for loss in LOSSES for way in WAYS)
-OTHERS |= dict.fromkeys(("mean", rule, way, 1) for rule, (_, ways) in RULES.items() for way in ways)
+OTHERS |= dict.fromkeys(("mean", rule, way, 1) for rule in RULES for way in ("tree", "stacks, owned"))
 CASES = {(loss, rule, way, pieces): None for way, (loss, rule, pieces) in USUAL.items()}
 ALL = some(CASES | OTHERS, OTHERS.keys() - CASES.keys())
 
@@ -155,7 +155,7 @@ ALL = some(CASES | OTHERS, OTHERS.keys() - CASES.keys())
 def test_any_loss_in_any_form_by_any_rule_of_optax(loss, rule, way, pieces):
     """A loss that is no mean over examples is another one in pieces: the same on any number of devices."""
     form, rules, mesh, axes = WAYS[way]
-    tx, traced = RULES[rule][0], []
+    tx, traced = RULES[rule], []
     counted = lambda *args: traced.append(0) or LOSSES[loss](*args)
     with enable_x64(True):
         plan = sharding.plan(layout_of(form, rule), mesh, rules, form=form, **axes)
@@ -179,30 +179,19 @@ def test_any_loss_in_any_form_by_any_rule_of_optax(loss, rule, way, pieces):
 # -- Beside the value --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pieces", [pytest.param(1, marks=LONG), 2])
-def test_results_beside_the_loss_are_as_it_returns_them(pieces):
+def test_results_beside_the_loss_are_as_it_returns_them_of_each_piece():
     x, mask, model = X.astype("f"), MASK.astype("f"), {"w": jnp.ones((8, 4))}
     of = lambda model, x, mask: (jnp.mean(x @ model["w"]), {"rows": x @ model["w"], "pair": (jnp.sum(mask), 2.0)})
     plan = sharding.plan(model, mesh_of(4), {"**": "split"})
-    init, step = sharding.make_step(of, ADAM, plan, has_aux=True, microbatches=pieces)
+    init, step = sharding.make_step(of, ADAM, plan, has_aux=True, microbatches=2)
     _, _, (value, aux) = step(*init(model), x, mask)
-    want = [jax.jit(of)(model, x[i::pieces], mask[i::pieces]) for i in range(pieces)]
-    np.testing.assert_allclose(value, np.mean([each for each, _ in want]), 1e-5)
-    want = jax.tree.map(lambda *each: np.stack(each), *(aux for _, aux in want)) if pieces > 1 else want[0][1]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), aux, want)
+    values, want = zip(*(jax.jit(of)(model, x[i::2], mask[i::2]) for i in range(2)), strict=True)
+    np.testing.assert_allclose(value, np.mean(values), 1e-5)
+    jax.tree.map(lambda a, *each: np.testing.assert_allclose(a, np.stack(each), 1e-5), aux, *want)
 
 
-class Normed(eqx.Module):
-    """A net with running statistics."""
-
-    first: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-
-    def __init__(self):
-        self.first, self.norm = filled(eqx.nn.Linear, 8, 4), eqx.nn.BatchNorm(4, "batch", mode="batch")
-
-    def __call__(self, x, state):
-        return self.norm(self.first(x), state)
+def with_statistics():
+    return eqx.nn.Sequential([filled(eqx.nn.Linear, 8, 4), eqx.nn.BatchNorm(4, "batch", mode="batch")])
 
 
 def normed(model, state, x, mask):
@@ -210,12 +199,11 @@ def normed(model, state, x, mask):
     return jnp.mean((y - x[:, :4]) ** 2 * mask), state
 
 
-@pytest.mark.parametrize(("pieces", "mesh"), [pytest.param(1, AUTO, marks=LONG), (2, EXPLICIT)])
-def test_the_state_of_a_model_is_that_of_one_device(pieces, mesh):
+def test_the_state_of_a_model_is_that_of_one_device():
     """Statistics are of all examples of a piece, over all devices; pieces pass them on in order."""
-    model, running = eqx.nn.make_with_state(Normed)()
-    plan = sharding.plan(model, mesh_of(4, mesh), {"first.weight": "split", "**": "whole"})
-    init, step = sharding.make_step(normed, optax.sgd(0.1), plan, has_state=True, microbatches=pieces)
+    model, running = eqx.nn.make_with_state(with_statistics)()
+    plan = sharding.plan(model, mesh_of(4, EXPLICIT), {"layers.0.weight": "split", "**": "whole"})
+    init, step = sharding.make_step(normed, optax.sgd(0.1), plan, has_state=True, microbatches=2)
     params, state = init(model, running)
     x, mask = X.astype("f"), MASK.astype("f")
     whole, rest = tp.partition(model)
@@ -223,10 +211,10 @@ def test_the_state_of_a_model_is_that_of_one_device(pieces, mesh):
     @jax.jit
     def on_one_device(params, running):
         new = params
-        for i in range(pieces):
-            of = lambda params, running: normed(tp.combine(params, rest), running, x[i::pieces], mask[i::pieces])  # noqa: B023
+        for i in range(2):
+            of = lambda params, running: normed(tp.combine(params, rest), running, x[i::2], mask[i::2])  # noqa: B023
             gradient, running = jax.grad(of, has_aux=True)(params, running)
-            new = jax.tree.map(lambda leaf, each: leaf - 0.1 * each / pieces, new, gradient)
+            new = jax.tree.map(lambda leaf, each: leaf - 0.05 * each, new, gradient)
         return new, running
 
     want = on_one_device(whole, running)

@@ -1,22 +1,19 @@
 """What the processes of test_processes.py run.
 
-    python tests/sharding/_process_programs PROGRAM ADDRESS PROCESSES PROCESS FOLDER
+    python tests/sharding/_process_programs ADDRESS PROCESSES PROCESS FILE
 
-Each writes what it found to files in the folder; what it says on stderr is read as well.
+Each writes what it found to its file.
 """
 
 import functools
-import itertools
 import json
 import pathlib
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 
 import treeparams as tp
 from treeparams import optim, sharding
@@ -136,30 +133,10 @@ def trains():
     }
 
 
-def write(name, found):
-    """Writes what was found to a file that is there as soon as it is whole."""
-    part = pathlib.Path(folder, f"{name}{jax.process_index()}.part")
-    part.write_text(json.dumps(found))
-    part.rename(part.with_suffix(".json"))
-
-
-def meets():
-    """Meets the others again and again, until somebody does not come; writes when a signal was seen."""
-    pathlib.Path(folder, f"ready{jax.process_index()}").touch()
-    for number in itertools.count():
-        if multihost_utils.reached_preemption_sync_point(number):
-            write("stops", {"at": number})
-        multihost_utils.sync_global_devices(str(number))
-        time.sleep(0.05)
-
-
 if __name__ == "__main__":
-    program, address, processes, process, folder = sys.argv[1:]
+    address, processes, process, file = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", True)
     jax.distributed.initialize(
         address, int(processes), int(process), initialization_timeout=10, heartbeat_timeout_seconds=5
     )
-    if program == "trains":
-        write("trains", trains())
-    meets()
+    pathlib.Path(file).write_text(json.dumps(trains()))
