@@ -263,6 +263,7 @@ MODULES: list[Row] = [
     ("state: tx", lambda t: saving.plan(t.dict, t.dict).state(t.dict, t.tx), TypeError, r"like=tx.init\(model\), got"),
     ("hessian(value)", lambda t: nested.hessian(t.x)(t.model), TypeError, r"write nested.hessian\(loss\)\(model, x\)"),
     ("hessian of many", lambda t: nested.hessian(lambda m, x: m(x))(t.model, t.x[0]), TypeError, "float32.1.; write j"),
+    ("gradient of many", lambda t: nested.input_gradient(lambda m, x: m(x))(t.model, t.x[0]), TypeError, "batched=Tr"),
     ("hvp: no tangent", lambda t: nested.hvp(value)(t.model, t.x[0]), ValueError, "a vector of 17 elements, one per t"),
     ("gradient: order", lambda t: nested.input_gradient(value)(t.x[0], t.model), TypeError, "x to be floating, got cu"),
     ("gradient(f)(x)", lambda t: nested.input_gradient(value)(t.x), TypeError, r"'x'; it is nested.*\(model, x, arg"),
@@ -273,9 +274,11 @@ MODULES: list[Row] = [
     ("SVD of arrays", lambda t: matrices.SVD(jnp.eye(2), t.x[0], jnp.eye(2)), TypeError, "a Givens for u, got .*SVD.r"),
     ("plan(model, rules)", lambda t: sharding.plan(t.model, {}, {}), TypeError, "expected a mesh, such as jax.make_me"),
     ("rules", lambda t: sharding.plan(t.model, MESH, [("**", "split")]), TypeError, "dictionary {where: rule}, such a"),
+    ("rules: a typo", lambda t: sharding.plan(t.model, MESH, {"layer": "split"}), ValueError, NEAREST),
     ("rules: a word", lambda t: sharding.plan(t.model, MESH, {"**": "d"}), ValueError, '"split", "owned", "whole" or'),
     ("an axis", lambda t: sharding.plan(t.model, MESH, {"**": PartitionSpec("x")}), ValueError, "no axis 'x'; its ax"),
     ("step over models", lambda t: sharding.make_step(loss, t.tx, t.plan), ValueError, "pass the optimiser inside it,"),
+    ("step: layout", lambda t: sharding.make_step(loss, t.adam, t.layout), TypeError, r"sharding.plan\(model, mesh"),
     ("step(tx, loss)", lambda t: sharding.make_step(t.adam, loss, t.plan), TypeError, "a loss, an optimiser and a"),
 ]
 MESH = jax.make_mesh((1,), ("d",))

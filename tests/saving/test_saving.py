@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 import treeparams as tp
 from treeparams import saving
 from treeparams._files.file import File
+from treeparams._files.source import OnDisk
 
 from ..zoo import ZOO, Norm, assert_same, enable_x64, first_devices, models, ramp
 from .files import Transposed, abstract, assert_bits, emptied, names_in, planned, refused, row, there_and_back
@@ -285,6 +286,20 @@ def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, mon
     for name, (_, _, *words) in UNLIKE.items():
         assert any(all(word in line for word in (f"'{name}", *words)) for line in said.splitlines())
     assert read == []
+
+
+def test_small_arrays_of_a_whole_file_are_read_together(path, monkeypatch):
+    tree = {f"w{i:03}": ramp(3, start=i) for i in range(300)} | {
+        "large": ramp(70, 100),
+        "x": ramp(2),
+        "z": ramp(70, 80),
+    }
+    saving.save(path, tree)
+    read, read_at = [], OnDisk.read_at
+    monkeypatch.setattr(OnDisk, "read_at", lambda *args: read.append(len(args[1])) or read_at(*args))
+    assert assert_same(saving.load(path, tree), tree) == len(tree)
+    assert len(read) <= 8  # of these two for the header
+    assert sum(read) < 1.7 * path.stat().st_size
 
 
 def test_arrays_lie_where_those_of_like_do_whatever_reads_them(path):
