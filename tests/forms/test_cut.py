@@ -5,7 +5,6 @@ import math
 import re
 
 import jax
-import jax.experimental.jet
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,7 +54,6 @@ DERIVATIVES = {
     "reverse over forward": lambda f: jax.jacrev(jax.jacfwd(f)),
     "third order": lambda f: jax.grad(lambda v: jnp.sum(jax.grad(lambda v: jnp.sum(jax.grad(f)(v) ** 3))(v))),
     "vmap of hessian": lambda f: lambda v: jax.vmap(jax.hessian(f), 1, 1)(jnp.stack([v, -v], 1)),
-    "jet": lambda f: lambda v: jax.experimental.jet.jet(f, (v,), ([jnp.ones_like(v), jnp.cos(v)],)),
 }
 
 
@@ -103,12 +101,6 @@ def test_joining_inverts_cutting_and_is_its_transpose():
         jax.tree.map(np.testing.assert_array_equal, (joined, transposed), (want, want))
         with jax.disable_jit():
             np.testing.assert_array_equal(join(cut(array)), joined)
-
-
-def test_jet_of_joining():
-    jet = jax.jit(lambda p, s: jax.experimental.jet.jet(lambda *p: JOIN(list(p)), p, s))
-    primal, terms = jet(list(ROWS), [[2 * row, 3 * row] for row in ROWS])
-    jax.tree.map(np.testing.assert_array_equal, (primal, terms), (ROWS, [2 * ROWS, 3 * ROWS]))
 
 
 def test_joining_what_is_mapped_with_what_is_not():

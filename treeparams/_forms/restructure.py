@@ -442,7 +442,7 @@ class Halves(NamedTuple):
     rest: Rest[Any]  # without the frozen arrays that are in stacks
     form: Form
     held: Form  # of these stacks
-    stacks: Sequence[Any]
+    stacks: Any
 
     def released(self) -> Rest[Any]:
         """Returns the `Rest` with each frozen array cut out of its stack."""

@@ -97,7 +97,7 @@ class View(Mapping[str, Any]):
     def __eq__(self, other: object) -> bool:
         return self is other  # whether all is equal is a question for what they are made of, as it is for arrays
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] - a `Mapping` has none
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)

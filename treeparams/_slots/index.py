@@ -71,11 +71,11 @@ class Index:
         self.sources = {alias.leaf: alias.source for alias in ties}
         self.distinct = tuple([i for i in structure.parameters if i not in self.sources])
         self.positions = tuple([i for i in self.distinct if trained[i]])  # the leaf of each slot
-        self.shapes = [structure.spec(i).shape for i in self.positions]
-        self.dtypes = [structure.spec(i).dtype for i in self.positions]
-        self.complex_slots = tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
+        specs = {i: structure.spec(i) for i in self.distinct}
+        self.shapes, self.dtypes = [specs[i].shape for i in self.positions], [specs[i].dtype for i in self.positions]
+        self.complex_slots = tuple([slot for slot, dtype in enumerate(self.dtypes) if dtype.kind == "c"])
         # The parameters, frozen ones too, with fewer bits than single precision, in which small steps round to zero.
-        narrow = [i for i in self.distinct if structure.spec(i).dtype.itemsize < 4]
+        narrow = [i for i, spec in specs.items() if spec.dtype.itemsize < 4]
         self.narrow = {leaf: n for n, leaf in enumerate(narrow)}  # with their numbers among these
         self.by_leaf = {leaf: slot for slot, leaf in enumerate(self.positions)}  # the slot of each trained leaf
         self.narrow_slots = tuple([self.by_leaf[i] for i in narrow if trained[i]])

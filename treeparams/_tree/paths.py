@@ -65,7 +65,7 @@ def join_path(entries: Iterable[str]) -> str:
 def _key_text(key: object) -> str:
     """Returns the bare text of one JAX key entry: an attribute's name, a dict's key, a position."""
     values = [getattr(key, attribute, None) for attribute in ("name", "key", "idx")]
-    return str(next((value for value in values if value is not None), getattr(key, "key", key)))
+    return str([*[value for value in values if value is not None], getattr(key, "key", key)][0])
 
 
 def key_entries(keys: Iterable[object]) -> tuple[str, ...]:
