@@ -351,7 +351,7 @@ class File:
             # An array may take half of the memory that there is. So none is referred to while the next one is read.
             del data
 
-    def compare(self, name: str, data: np.ndarray) -> None:
+    def compare(self, name: str, data: np.ndarray | memoryview) -> None:
         """Rejects the bytes of an array if they have another checksum than the file says."""
         if self._sums[name] != crc32(data):
             raise damaged(self.source, f"{name!r} has another checksum than when it was saved")

@@ -278,14 +278,13 @@ class _Message(File):
         if buffers.keys() != self._arrays.keys():
             raise damaged(self.source, "its arrays are not those of its layout")
         for name, part in self._parts.items():
-            before, itemsize = self._have.get(name, (part, 0))
-            buffers[name].data[:] = before.data  # as `memoryview`s a copy takes a third of the time
-            if itemsize and part.size:
+            (before, itemsize), into = self._have.get(name, (part, 0)), buffers[name].data
+            into[:] = before.data  # as `memoryview`s a copy takes a third of the time
+            if self.since is None:  # of the copy: somebody may write into the message meanwhile. It is in the cache now
+                self.compare(name, into)
+            elif itemsize and part.size:
                 with self.understood():
                     _set_rows(part, buffers[name], itemsize)
-        if self.since is None:  # of the copies: somebody may write into the message meanwhile
-            for name, buffer in buffers.items():
-                self.compare(name, buffer)
 
     def owned(self) -> Iterator[tuple[str, Any]]:
         """Yields all arrays with their names: NumPy arrays in new buffers, or typed keys."""
